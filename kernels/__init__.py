@@ -1,0 +1,1 @@
+"""Backends of `mla_ops`, each imported only when it is chosen."""

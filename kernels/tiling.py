@@ -1,0 +1,422 @@
+"""What the tiled backend is made of: the plan, the scratch, who sees whom, and the softmax of a tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_ops.dims import MLADims
+from mla_ops.reference import stat_dtype
+
+__all__ = [
+    "Job",
+    "Plan",
+    "Request",
+    "Running",
+    "Visibility",
+    "blocks",
+    "compute_dtype",
+    "plan_tiles",
+    "tile_softmax",
+]
+
+_CPU_ELEMENTS_PER_THREAD = 512 * 1024
+_DEVICE_ELEMENTS = 32 * 1024 * 1024
+_EXPANDED_KEYS = 512
+_QUERIES = 512
+_ABSORBED_ROWS = 512
+_CONVERTED_KEYS = 2048
+
+
+def _has_fast_matmul(dtype: torch.dtype) -> bool:
+    """Whether a CPU multiplies matrices of a 16-bit dtype faster than it converts them to fp32."""
+    probe = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }[dtype]
+    supported = getattr(torch.ops.mkldnn, probe, None)
+    return supported is not None and bool(supported())
+
+
+_CPU_COMPUTE = {
+    dtype: dtype if _has_fast_matmul(dtype) else torch.float32
+    for dtype in (torch.bfloat16, torch.float16)
+}
+
+
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of the matmuls.
+
+    It is the input dtype, except on a CPU without matrix units for it: there a 16-bit matmul can be
+    a hundred times slower than one in fp32, and tiles are converted as they are read.
+
+    Args:
+        dtype: of the inputs.
+        device: where they are.
+    """
+    return _CPU_COMPUTE.get(dtype, dtype) if device.type == "cpu" else dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one request is cut: the sizes of a tile, and the form.
+
+    Attributes:
+        expand: make keys and values of a tile (true), or attend to the latents (false).
+        heads: heads per block.
+        queries: query tokens per block.
+        keys: keys per tile.
+    """
+
+    expand: bool
+    heads: int
+    queries: int
+    keys: int
+
+
+def plan_tiles(
+    dims: MLADims,
+    num_queries: int,
+    num_keys: int,
+    *,
+    workspace_tokens: int | None,
+    device: torch.device,
+    converts: bool,
+    expand: bool | None = None,
+) -> Plan:
+    """Choose form and tile sizes for one request.
+
+    The scores of a tile hold at most half a million elements per CPU thread (2 MiB in fp32), so
+    that they stay in cache; the sizes do not depend on the context beyond that.
+
+    Args:
+        dims: widths of the layer.
+        num_queries: S, new tokens.
+        num_keys: keys to attend to.
+        workspace_tokens: most keys in one tile, None for no limit of the caller's.
+        device: where the tensors are.
+        converts: whether latents are copied into the compute dtype, which bounds the tile too.
+        expand: the form, None to choose by `MLADims.expand_threshold`.
+    """
+    on_cpu = device.type == "cpu"
+    budget = _CPU_ELEMENTS_PER_THREAD * torch.get_num_threads() if on_cpu else _DEVICE_ELEMENTS
+    if expand is None:
+        expand = num_queries > dims.expand_threshold
+    queries = max(1, min(num_queries, _QUERIES))
+    if expand:
+        keys = _EXPANDED_KEYS
+        heads = budget // (queries * keys)
+    else:
+        heads = _ABSORBED_ROWS // queries
+        keys = budget // (queries * max(1, min(heads, dims.num_heads)))
+        if converts:
+            keys = min(keys, _CONVERTED_KEYS)
+    limit = num_keys if workspace_tokens is None else min(num_keys, workspace_tokens)
+    return Plan(
+        expand=expand,
+        heads=max(1, min(heads, dims.num_heads)),
+        queries=queries,
+        keys=max(1, min(keys, limit)),
+    )
+
+
+def blocks(total: int, size: int, begin: int = 0) -> Iterator[slice]:
+    """Cut `[begin, total)` into slices of `size`, the last one shorter.
+
+    Example:
+        >>> list(blocks(5, 2))
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    return (slice(i, min(i + size, total)) for i in range(begin, total, size))
+
+
+class Job:
+    """One call: its widths, its plan, and the memory that every tile of it uses again.
+
+    The memory is allocated here, once; its size follows from the plan and never from the context.
+
+    Attributes:
+        dims: widths of the layer.
+        plan: tile sizes and form.
+        scale: factor on the scores.
+        compute: dtype of the matmuls.
+        stats: dtype of softmax statistics and running results.
+    """
+
+    def __init__(
+        self, dims: MLADims, plan: Plan, scale: float, like: Tensor, compute: torch.dtype
+    ) -> None:
+        """Allocate the scratch.
+
+        Args:
+            dims: widths of the layer.
+            plan: tile sizes and form.
+            scale: factor on the scores.
+            like: a tensor on the right device, with the dtype of the inputs.
+            compute: dtype of the matmuls.
+        """
+        self.dims, self.plan, self.scale, self.compute = dims, plan, scale, compute
+        self.stats = stat_dtype(like.dtype)
+        tile = plan.heads * plan.queries * plan.keys
+        rows = plan.heads * plan.keys if plan.expand else 0
+        pair = dims.qk_nope_head_dim + dims.v_head_dim
+        self._scores = like.new_empty(tile, dtype=self.stats)
+        shared = compute == self.stats
+        self._low = self._scores if shared else like.new_empty(tile, dtype=compute)
+        self._pair = like.new_empty(rows * pair, dtype=compute)
+        self._keys = like.new_empty(rows * dims.qk_head_dim, dtype=compute)
+        self._values = like.new_empty(rows * dims.v_head_dim, dtype=compute)
+
+    def scores(self, shape: tuple[int, int, int]) -> Tensor:
+        """Return the fp32 scores of a tile `[h, s, C]`, uninitialised."""
+        return _view(self._scores, shape)
+
+    def low(self, shape: tuple[int, int, int]) -> Tensor:
+        """Return the tile in the compute dtype: the very scores where the two dtypes are one."""
+        return _view(self._low, shape)
+
+    def expand(self, latent: Tensor, rope: Tensor, w_kv_b: Tensor) -> tuple[Tensor, Tensor]:
+        """Make the keys and values of one tile, in the scratch.
+
+        Args:
+            latent: `[C, L]`.
+            rope: `[C, R]`.
+            w_kv_b: `[h*(P+V), L]`, the rows of one block of heads.
+
+        Returns:
+            keys `[h, C, P+R]` and values `[h, C, V]`, valid until the next call.
+        """
+        nope, value = self.dims.qk_nope_head_dim, self.dims.v_head_dim
+        tokens, heads = latent.shape[0], w_kv_b.shape[0] // (nope + value)
+        pair = _view(self._pair, (tokens, w_kv_b.shape[0]))
+        torch.mm(latent, w_kv_b.t(), out=pair)
+        k_nope, v = pair.view(tokens, heads, -1).transpose(0, 1).split([nope, value], dim=-1)
+        keys = _view(self._keys, (heads, tokens, self.dims.qk_head_dim))
+        keys[..., :nope].copy_(k_nope)
+        keys[..., nope:].copy_(rope)
+        return keys, _view(self._values, (heads, tokens, value)).copy_(v)
+
+    def weights_of(self, heads: slice, w_kv_b: Tensor) -> Tensor:
+        """Return the rows of `w_kv_b` that belong to a block of heads, in the compute dtype."""
+        rows = self.dims.qk_nope_head_dim + self.dims.v_head_dim
+        return w_kv_b[heads.start * rows : heads.stop * rows].to(self.compute)
+
+
+def _view(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return buffer[: math.prod(shape)].view(shape)
+
+
+class Request(NamedTuple):
+    """One request of the batch.
+
+    Attributes:
+        query: `[H, S, P+R]`.
+        kv_c: `[T, L]`.
+        k_pe: `[T, R]`.
+        visibility: which query sees which key.
+    """
+
+    query: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
+    visibility: Visibility
+
+    def rows(self, keys: slice, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return one tile of the latents and of the rotary keys, in the compute dtype."""
+        clean = self.visibility.clean
+        return clean(self.kv_c[keys].to(compute), keys), clean(self.k_pe[keys].to(compute), keys)
+
+
+class Visibility:
+    """Which queries of one request see which keys, tile by tile.
+
+    On a CPU the bounds are read on the host, and keys outside of them are never touched. On other
+    devices reading them would be a host sync, so every tile is masked on the device instead.
+    """
+
+    def __init__(
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        is_causal: bool,
+        mask: Tensor | None,
+        bounds: Tensor | None,
+    ) -> None:
+        """Read what can be read on the host.
+
+        Args:
+            num_queries: S.
+            num_keys: T.
+            is_causal: bottom-right aligned causal rule.
+            mask: bool or float, broadcastable to `[H, S, T]`, or None.
+            bounds: `[2]` int32 (first valid key, end), or None.
+        """
+        self.begin, self.end = 0, num_keys
+        self._bounds: Tensor | None = None
+        if bounds is not None:
+            if bounds.device.type == "cpu":
+                first, end = bounds.tolist()
+                self.end = min(max(end, 0), num_keys)
+                self.begin = min(max(first, 0), self.end)
+            else:
+                self._bounds = bounds.clamp(0, num_keys)
+        self._num_queries = num_queries
+        self._causal = is_causal
+        self._on_host = mask is None or mask.device.type == "cpu"
+        self._mask: Tensor | None = None
+        if mask is not None:
+            self._mask = mask[(None,) * (3 - mask.dim())].expand(-1, num_queries, num_keys)
+        self._dead = self._unused(num_keys)
+
+    def _unused(self, num_keys: int) -> Tensor | None:
+        """Return which keys no query sees, as far as mask and device bounds tell; `[T]` or None."""
+        dead: Tensor | None = None
+        if self._bounds is not None:
+            key = torch.arange(num_keys, device=self._bounds.device)
+            dead = (key < self._bounds[0]) | (key >= self._bounds[1])
+        if self._mask is not None:
+            seen = self._mask if self._mask.dtype == torch.bool else self._mask != float("-inf")
+            unseen = ~seen.flatten(0, 1).any(dim=0)
+            dead = unseen if dead is None else dead | unseen
+        if dead is not None and dead.device.type == "cpu" and not bool(dead.any()):
+            return None
+        return dead
+
+    def clean(self, rows: Tensor, keys: slice) -> Tensor:
+        """Zero the rows that no query sees: they may hold NaN, and 0 * NaN is NaN.
+
+        Args:
+            rows: `[C, width]`, one tile of the latents or of the rotary keys.
+            keys: the tile.
+        """
+        return rows if self._dead is None else rows.masked_fill(self._dead[keys, None], 0.0)
+
+    def skips(self, queries: slice, keys: slice) -> bool:
+        """Whether the causal rule hides the whole tile, as far as the host knows."""
+        if not self._causal or self._bounds is not None:
+            return False
+        return keys.start > self.end - self._num_queries + queries.stop - 1
+
+    def tile(
+        self, heads: slice, queries: slice, keys: slice, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None] | None:
+        """Describe one tile.
+
+        Args:
+            heads: head block.
+            queries: query block.
+            keys: key tile.
+            device: where to build masks.
+
+        Returns:
+            None when nothing is visible; else `(hidden, bias)`: a bool tensor, true where a query
+            does not see a key, and an additive bias, both broadcastable to the tile or None.
+        """
+        hidden: Tensor | None = None
+        bias: Tensor | None = None
+        if self._bounds is not None:
+            hidden = self._outside(queries, keys, device)
+        elif self._causal:
+            diagonal = self.end - self._num_queries + queries.start - keys.start + 1
+            if keys.stop - keys.start > diagonal:
+                shape = (queries.stop - queries.start, keys.stop - keys.start)
+                hidden = torch.ones(shape, dtype=torch.bool, device=device).triu(diagonal)
+        if self._mask is not None:
+            part = self._mask[heads if self._mask.shape[0] > 1 else slice(None), queries, keys]
+            if part.dtype == torch.bool:
+                masked = ~part
+            else:
+                masked, bias = part == float("-inf"), part
+            if self._on_host and bool(masked.all()):
+                return None
+            if not self._on_host or bool(masked.any()):
+                hidden = masked if hidden is None else hidden | masked
+        return hidden, bias
+
+    def _outside(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+        """Return what the bounds and the causal rule hide, computed on the device."""
+        first, end = self._bounds.unbind() if self._bounds is not None else (0, 0)
+        key = torch.arange(keys.start, keys.stop, device=device)
+        hidden = ((key < first) | (key >= end))[None]
+        if self._causal:
+            query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+            hidden = hidden | (key > end - self._num_queries + query)
+        return hidden
+
+
+def tile_softmax(scores: Tensor, hidden: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Turn the scaled scores of a tile into probabilities, in place, and return their lse.
+
+    One fused softmax and two row maxima replace the usual max, subtract, exp and sum: the largest
+    probability is `1 / sum(exp(score - max))`, so `lse = max - log(largest)`.
+
+    Args:
+        scores: `[h, s, C]`, overwritten by probabilities; a row without a visible key becomes 0.
+        hidden: bool, broadcastable to the tile: true where a query does not see a key.
+        bias: added to the scores.
+
+    Returns:
+        `[h, s, 1]`, -inf for a row without a visible key.
+    """
+    if bias is not None:
+        scores.add_(bias)
+    if hidden is not None:
+        scores.masked_fill_(hidden, float("-inf"))
+    top = scores.amax(dim=-1, keepdim=True)
+    torch.softmax(scores, dim=-1, out=scores)
+    lse = top - scores.amax(dim=-1, keepdim=True).log_()
+    if hidden is not None or bias is not None:
+        empty = top == float("-inf")
+        scores.masked_fill_(empty, 0.0)
+        lse.masked_fill_(empty, float("-inf"))
+    return lse
+
+
+class Running:
+    """The merged result of the tiles that one block of queries has seen so far.
+
+    A single tile is kept as it is, in the compute dtype; from the second one on the result is
+    accumulated in fp32.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._value: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, value: Tensor, lse: Tensor) -> None:
+        """Merge one tile by its log-sum-exp.
+
+        Args:
+            value: `[h, s, W]`, normalised within the tile.
+            lse: `[h, s, 1]`, -inf where the tile has nothing for a row.
+        """
+        if self._value is None or self._lse is None:
+            self._value, self._lse = value, lse
+            return
+        total = torch.logaddexp(self._lse, lse)
+        base = total.masked_fill(total == float("-inf"), 0.0)
+        if self._value.dtype != lse.dtype:
+            self._value = self._value.to(lse.dtype)
+        self._value.mul_((self._lse - base).exp_())
+        self._value.addcmul_(value.to(lse.dtype), (lse - base).exp_())
+        self._lse = total
+
+    def result(self, sink: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return value and lse, or None when no tile was seen.
+
+        Args:
+            sink: `[h, 1, 1]` logits that join the denominator.
+        """
+        if self._value is None or self._lse is None:
+            return None
+        if sink is None:
+            return self._value, self._lse
+        total = torch.logaddexp(self._lse, sink)
+        return self._value * (self._lse - total).exp_().to(self._value.dtype), total

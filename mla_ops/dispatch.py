@@ -1,0 +1,334 @@
+"""Backends: what they are, which are known, and which one takes a call.
+
+A backend is any object with the attributes of `Backend`; no base class is needed. `auto` asks the
+backends in their order and takes the first that has no objection; a backend chosen by name never
+falls back. When nobody takes a call, the error lists what every backend had against it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from mla_ops import env, reference
+from mla_ops.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
+
+__all__ = [
+    "AttentionOptions",
+    "Backend",
+    "Call",
+    "Capabilities",
+    "available_backends",
+    "get_backend",
+    "register_backend",
+    "select",
+    "use_backend",
+]
+
+
+class Call(NamedTuple):
+    """What a backend needs to know to accept or refuse a call; hashable, so choices are cached.
+
+    Attributes:
+        op: name of the op.
+        device: device type, `cpu` or `cuda` for instance.
+        dtype: dtype of the computation.
+    """
+
+    op: str
+    device: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """Describe the call in one phrase."""
+        return f"{self.op} of {str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do, as data.
+
+    Attributes:
+        ops: names of its ops.
+        dtypes: dtypes it computes in.
+        devices: device types it runs on; None means any.
+    """
+
+    ops: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    devices: frozenset[str] | None = None
+
+    def not_supported_reasons(self, call: Call) -> list[str]:
+        """Return why `call` is outside of these capabilities, an empty list when it is inside."""
+        reasons = []
+        if call.op not in self.ops:
+            reasons.append(f"has no {call.op}, only {', '.join(sorted(self.ops))}")
+        if call.dtype not in self.dtypes:
+            known = sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            reasons.append(
+                f"does not compute in {str(call.dtype).removeprefix('torch.')}, "
+                f"only in {', '.join(known)}"
+            )
+        if self.devices is not None and call.device not in self.devices:
+            reasons.append(
+                f"does not run on {call.device}, only on {', '.join(sorted(self.devices))}"
+            )
+        return reasons
+
+
+class AttentionOptions(NamedTuple):
+    """Everything of an attention call but its four tensors; see `mla_ops.mla_attention`."""
+
+    attn_mask: Tensor | None
+    kv_bounds: Tensor | None
+    sinks: Tensor | None
+    softmax_scale: float
+    is_causal: bool
+    workspace_tokens: int | None
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What a backend offers. Arguments arrive validated; results are fresh and contiguous."""
+
+    name: str
+
+    def not_supported_reasons(self, call: Call) -> list[str]:
+        """Return why this backend cannot take `call`; an empty list means that it can."""
+        ...
+
+    def mla_attention(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `out` `[B, H, S, V]` and `lse` `[B, H, S]`."""
+        ...
+
+    def mla_attention_backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients of query, kv_c, k_pe, w_kv_b and sinks (empty without sinks)."""
+        ...
+
+
+class ReferenceBackend:
+    """The oracle as a backend: slow, materialises everything, right. Never chosen by `auto`."""
+
+    name = "reference"
+    capabilities = Capabilities(
+        ops=frozenset({"mla_attention", "mla_attention_backward"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
+    )
+
+    def not_supported_reasons(self, call: Call) -> list[str]:
+        """Return why the oracle cannot take `call`."""
+        return self.capabilities.not_supported_reasons(call)
+
+    def _forward(
+        self, tensors: Sequence[Tensor], options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        return reference.mla_attention(
+            *tensors,
+            softmax_scale=options.softmax_scale,
+            attn_mask=options.attn_mask,
+            kv_bounds=options.kv_bounds,
+            is_causal=options.is_causal,
+            sinks=options.sinks,
+        )
+
+    def mla_attention(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `out` and `lse` of the expanded form."""
+        out, lse = self._forward((query, kv_c, k_pe, w_kv_b), options)
+        return out.contiguous(), lse.contiguous()
+
+    def mla_attention_backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients that autograd finds for the oracle."""
+        del out, lse
+        given = [query, kv_c, k_pe, w_kv_b]
+        if options.sinks is not None:
+            given.append(options.sinks)
+
+        def forward(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+            sinks = leaves[4] if len(leaves) == 5 else None
+            out, lse = self._forward(leaves[:4], options._replace(sinks=sinks))
+            return out, lse
+
+        results, pull = torch.func.vjp(forward, *given)
+        lse_part = torch.zeros_like(results[1]) if grad_lse is None else grad_lse
+        grads = [grad.contiguous() for grad in pull((grad_out, lse_part))]
+        if options.sinks is None:
+            grads.append(query.new_empty(0))
+        return grads[0], grads[1], grads[2], grads[3], grads[4]
+
+
+class _Entry(NamedTuple):
+    load: Callable[[], Backend]
+    automatic: bool
+
+
+def _lazy(module: str, attribute: str) -> Callable[[], Backend]:
+    @functools.cache
+    def load() -> Backend:
+        backend: Backend = getattr(importlib.import_module(module), attribute)()
+        return backend
+
+    return load
+
+
+_reference = ReferenceBackend()
+_registry: dict[str, _Entry] = {
+    "tiled": _Entry(_lazy("mla_ops.kernels.tiled", "TiledBackend"), True),
+    "reference": _Entry(lambda: _reference, False),
+}
+_chosen: ContextVar[str | None] = ContextVar("mla_ops_backend", default=None)
+
+
+def available_backends() -> tuple[str, ...]:
+    """Return the names of all registered backends, in the order in which `auto` asks them.
+
+    Example:
+        >>> import mla_ops
+        >>> mla_ops.available_backends()
+        ('tiled', 'reference')
+    """
+    return tuple(_registry)
+
+
+def register_backend(backend: Backend, *, automatic: bool = True) -> None:
+    """Add a backend, in front of those that are there.
+
+    Args:
+        backend: object with the attributes of `Backend`.
+        automatic: whether `auto` may choose it; by name it can be chosen in any case.
+
+    Raises:
+        InvalidInputError: the object lacks an attribute, or the name is taken or reserved.
+    """
+    needed = ("name", "not_supported_reasons")
+    missing = [attribute for attribute in needed if not hasattr(backend, attribute)]
+    if missing:
+        raise InvalidInputError(f"a backend needs {', '.join(needed)}; missing {missing}")
+    if backend.name in _registry or backend.name == "auto":
+        raise InvalidInputError(f"the backend name {backend.name!r} is taken")
+    others = dict(_registry)
+    _registry.clear()
+    _registry[backend.name] = _Entry(lambda: backend, automatic)
+    _registry.update(others)
+    _select.cache_clear()
+
+
+def get_backend(name: str) -> Backend:
+    """Return a backend by name, importing it if needed.
+
+    Args:
+        name: one of `available_backends()`.
+
+    Raises:
+        BackendUnavailableError: it is unknown or cannot be imported here.
+    """
+    entry = _registry.get(name)
+    if entry is None:
+        raise BackendUnavailableError(
+            f"backend must be auto or one of {', '.join(_registry)}, got {name!r}"
+        )
+    try:
+        return entry.load()
+    except ImportError as error:
+        raise BackendUnavailableError(f"backend {name} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Choose the backend of every op inside the block; `auto` lets each op choose again.
+
+    The choice is read when an op runs, also from a compiled graph. It wins over `MLA_OPS_BACKEND`
+    and never falls back.
+
+    Args:
+        name: `auto` or one of `available_backends()`.
+
+    Raises:
+        BackendUnavailableError: it is unknown or cannot be imported here.
+
+    Example:
+        >>> import mla_ops
+        >>> with mla_ops.use_backend("reference"):
+        ...     pass
+    """
+    if name != "auto":
+        get_backend(name)
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def select(call: Call) -> Backend:
+    """Return the backend that takes `call`.
+
+    Args:
+        call: op, device and dtype.
+
+    Raises:
+        UnsupportedInputError: nobody takes it; carries everybody's reasons.
+        BackendUnavailableError: the backend chosen by name is unknown or cannot be loaded.
+    """
+    return _select(call, _chosen.get() or env.backend())
+
+
+@functools.lru_cache(maxsize=256)
+def _select(call: Call, name: str) -> Backend:
+    names = [n for n, entry in _registry.items() if entry.automatic] if name == "auto" else [name]
+    reasons = {}
+    for candidate in names:
+        try:
+            backend = get_backend(candidate)
+        except BackendUnavailableError as error:
+            if name != "auto":
+                raise
+            reasons[candidate] = [str(error)]
+            continue
+        reasons[candidate] = backend.not_supported_reasons(call)
+        if not reasons[candidate]:
+            return backend
+    raise UnsupportedInputError(str(call), reasons)

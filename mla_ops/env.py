@@ -1,0 +1,65 @@
+"""Every environment variable of the package, read in one place.
+
+A variable is read when it is needed, not at import, so that tests and notebooks can change it.
+An argument wins over a context manager, a context manager over a variable, a variable over the
+default.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from dataclasses import dataclass
+
+__all__ = ["VARIABLES", "Variable", "backend", "cache_dir"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, its default and what it does."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+BACKEND = Variable(
+    "MLA_OPS_BACKEND", "auto", "name of the backend that every op uses; `auto` lets each op choose"
+)
+CACHE_DIR = Variable(
+    "MLA_OPS_CACHE_DIR",
+    "",
+    "folder for downloads and converted models; empty means `mla_ops` in the user's cache folder",
+)
+
+VARIABLES: tuple[Variable, ...] = (BACKEND, CACHE_DIR)
+
+
+def _read(variable: Variable) -> str:
+    return os.environ.get(variable.name, "").strip() or variable.default
+
+
+def backend() -> str:
+    """Return the backend named by `MLA_OPS_BACKEND`, `auto` when it is unset.
+
+    Example:
+        >>> import mla_ops.env
+        >>> mla_ops.env.backend()
+        'auto'
+    """
+    return _read(BACKEND)
+
+
+def cache_dir() -> pathlib.Path:
+    """Return the folder for downloads and converted models; it may not exist yet.
+
+    Example:
+        >>> import mla_ops.env
+        >>> mla_ops.env.cache_dir().name
+        'mla_ops'
+    """
+    chosen = _read(CACHE_DIR)
+    if chosen:
+        return pathlib.Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "mla_ops"

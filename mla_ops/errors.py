@@ -1,0 +1,78 @@
+"""The errors that users see, in one tree.
+
+```
+MLAOpsError
+├── InvalidInputError        (ValueError)           an argument is wrong: the message says what was expected and what came
+├── UnsupportedInputError    (NotImplementedError)  no backend takes the call: every backend's reasons are listed
+├── BackendUnavailableError  (ImportError)          a backend was asked for by name and cannot be loaded
+├── PatchError               (RuntimeError)         a model could not be switched: carries the report
+└── RewriteError             (RuntimeError)         a graph could not be rewritten
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "BackendUnavailableError",
+    "InvalidInputError",
+    "MLAOpsError",
+    "PatchError",
+    "RewriteError",
+    "UnsupportedInputError",
+]
+
+
+class MLAOpsError(Exception):
+    """Root of all errors that this package raises on purpose."""
+
+
+class InvalidInputError(MLAOpsError, ValueError):
+    """An argument has a wrong rank, size, dtype, device or value."""
+
+
+class UnsupportedInputError(MLAOpsError, NotImplementedError):
+    """No backend takes the call.
+
+    Attributes:
+        reasons: for each backend that was asked, why it refused.
+    """
+
+    def __init__(self, call: str, reasons: Mapping[str, Sequence[str]]) -> None:
+        """Build the message from what was asked for and every refusal.
+
+        Args:
+            call: one line that describes the call.
+            reasons: backend name to its list of reasons.
+        """
+        self.reasons: dict[str, list[str]] = {name: list(why) for name, why in reasons.items()}
+        lines = [f"no backend takes {call}:"]
+        lines += [f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items()]
+        super().__init__("\n".join(lines))
+
+
+class BackendUnavailableError(MLAOpsError, ImportError):
+    """A backend was chosen by name but is unknown or cannot be loaded here."""
+
+
+class PatchError(MLAOpsError, RuntimeError):
+    """A model could not be switched to `mla_ops`.
+
+    Attributes:
+        report: the layer table, as `mla_ops.report` returns it.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        """Keep the report beside the message.
+
+        Args:
+            message: what went wrong, with the table in it.
+            report: the report object.
+        """
+        self.report = report
+        super().__init__(message)
+
+
+class RewriteError(MLAOpsError, RuntimeError):
+    """A graph could not be rewritten as asked."""

@@ -1,0 +1,249 @@
+"""The torch ops of the package: schemas, fake rules, autograd, vmap, autocast.
+
+This is the only module that talks to `torch.library`. Every op has tensors and scalars in its
+schema, a fixed number of results, fresh contiguous results, and one boundary: its body validates,
+picks a backend and calls one method of it.
+
+Registration is `Library.define` with one implementation for all devices, the cheapest form at call
+time that `opcheck` and AOTAutograd accept. The op has an autograd formula, which a compiled graph
+uses; eager code goes through an `autograd.Function` in `setup_context` style, since only that form
+serves `torch.func.grad` and `vmap(grad)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_ops.dims import MLADims
+from mla_ops.dispatch import AttentionOptions, Call, select
+from mla_ops.errors import InvalidInputError, UnsupportedInputError
+from mla_ops.reference import stat_dtype
+from mla_ops.validation import check_mla_attention
+
+__all__ = ["mla_attention"]
+
+_LIB = torch.library.Library("mla_ops", "FRAGMENT")  # ops vanish when it is collected
+
+_TENSORS = "Tensor query, Tensor kv_c, Tensor k_pe, Tensor w_kv_b"
+_OPTIONS = (
+    "Tensor? attn_mask, Tensor? kv_bounds, Tensor? sinks, "
+    "float softmax_scale, bool is_causal, int? workspace_tokens"
+)
+_LIB.define(f"mla_attention({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)")
+_LIB.define(
+    f"mla_attention_backward(Tensor grad_out, Tensor? grad_lse, {_TENSORS}, Tensor out, Tensor lse,"
+    f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_forward_op = torch.ops.mla_ops.mla_attention.default
+_backward_op = torch.ops.mla_ops.mla_attention_backward.default
+
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _split(args: tuple[Any, ...]) -> tuple[_Tensors, AttentionOptions, MLADims]:
+    """Check the arguments of a call and part them into tensors, options and widths."""
+    tensors, options = args[:4], AttentionOptions(*args[4:])
+    dims = check_mla_attention(
+        *tensors,
+        options.attn_mask,
+        options.kv_bounds,
+        options.sinks,
+        options.softmax_scale,
+        options.workspace_tokens,
+    )
+    return tensors, options, dims
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    tensors, options, _ = _split(args)
+    query = tensors[0]
+    backend = select(Call("mla_attention", query.device.type, query.dtype))
+    return backend.mla_attention(*tensors, options)
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    (query, *_), _, dims = _split(args)
+    batch, heads, num_queries, _ = query.shape
+    out = query.new_empty((batch, heads, num_queries, dims.v_head_dim))
+    lse = query.new_empty((batch, heads, num_queries), dtype=stat_dtype(query.dtype))
+    return out, lse
+
+
+def _backward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    tensors, options, _ = _split((*args[:4], *args[6:]))
+    query = tensors[0]
+    backend = select(Call("mla_attention_backward", query.device.type, query.dtype))
+    return backend.mla_attention_backward(grad_out, grad_lse, *tensors, *args[4:6], options)
+
+
+def _backward_fake(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    tensors, options, _ = _split((*args[:4], *args[6:]))
+    sinks = options.sinks
+    last = tensors[0].new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return (*(t.new_empty(t.shape) for t in tensors), last)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    if ctx.needs_input_grad[4]:
+        raise InvalidInputError(
+            "attn_mask must not require grad: an additive mask gets no gradient here; "
+            "pass attn_mask.detach()"
+        )
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.options = inputs[7:]
+
+
+def _pull_back(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    *tensors, attn_mask, kv_bounds, sinks, out, lse = ctx.saved_tensors
+    *grads, grad_sinks = _backward_op(
+        grad_out, grad_lse, *tensors, out, lse, attn_mask, kv_bounds, sinks, *ctx.options
+    )
+    last = None if sinks is None else grad_sinks
+    return (*grads, None, None, last, None, None, None)
+
+
+def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise UnsupportedInputError(
+        "second derivatives of mla_attention",
+        {"every backend": ["only first derivatives are implemented"]},
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """The op for eager autograd and for `torch.func` transforms."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _forward_op(*args)
+        return out, lse
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_pull_back)
+
+
+def _move_batch(args: tuple[Any, ...], in_dims: tuple[int | None, ...]) -> list[Any]:
+    """Bring the vmapped dimension of every batched tensor to the front."""
+    return [
+        a if d is None else a.movedim(d, 0) for a, d in zip(args, in_dims, strict=True)
+    ]
+
+
+def _vmap_loop(op: Any, size: int, in_dims: tuple[int | None, ...], args: list[Any]) -> Any:
+    """Run the op once per sample and stack the results."""
+    samples = [
+        op(*(a if d is None else a[i] for a, d in zip(args, in_dims, strict=True)))
+        for i in range(size)
+    ]
+    results = tuple(torch.stack(column) for column in zip(*samples, strict=True))
+    return results, (0,) * len(results)
+
+
+def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    """Fold samples into the batch when they share the weights, loop over them otherwise."""
+    size, moved = info.batch_size, _move_batch(args, in_dims)
+    shares_weights = in_dims[3] is None and in_dims[6] is None
+    if not shares_weights or size == 0:
+        return _vmap_loop(_forward_op, max(size, 1), in_dims, moved)
+
+    query, kv_c, k_pe, w_kv_b, attn_mask, kv_bounds, *rest = moved
+    batch = query.shape[0 if in_dims[0] is None else 1]
+
+    def fold(tensor: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            tensor = tensor.expand(size, *tensor.shape)
+        return tensor.expand(size, batch, *tensor.shape[2:]).flatten(0, 1)
+
+    if attn_mask is not None:
+        attn_mask = attn_mask[(slice(None),) * (in_dims[4] is not None)]
+        missing = 4 + (in_dims[4] is not None) - attn_mask.dim()
+        lead = attn_mask.shape[:1] if in_dims[4] is not None else ()
+        attn_mask = attn_mask.view(*lead, *(1,) * missing, *attn_mask.shape[len(lead) :])
+        attn_mask = fold(attn_mask, in_dims[4])
+    if kv_bounds is not None:
+        kv_bounds = fold(kv_bounds, in_dims[5])
+    results = _forward_op(
+        *(fold(t, d) for t, d in zip((query, kv_c, k_pe), in_dims[:3], strict=True)),
+        w_kv_b,
+        attn_mask,
+        kv_bounds,
+        *rest,
+    )
+    return tuple(r.unflatten(0, (size, batch)) for r in results), (0, 0)
+
+
+def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    """Loop: every sample has its own gradient of the weights."""
+    return _vmap_loop(_backward_op, info.batch_size, in_dims, _move_batch(args, in_dims))
+
+
+def _autocast(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast the four tensors as `linear` would under autocast; fp64 stays as it is."""
+    dtype = torch.get_autocast_dtype(args[0].device.type)
+    cast = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in args[:4])
+    return (*cast, *args[4:])
+
+
+_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
+_AUTOCAST_OFF = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+for _key in ("AutocastCUDA", "AutocastXPU"):
+    _AUTOCAST_OFF = _AUTOCAST_OFF | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+
+
+def _forward_autocast(*args: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_OFF):
+        out, lse = _forward_op(*_autocast(args))
+    return out, lse
+
+
+_LIB.impl("mla_attention", _forward, "CompositeExplicitAutograd")
+_LIB.impl("mla_attention_backward", _backward, "CompositeExplicitAutograd")
+for _key in _AUTOCAST_KEYS.values():
+    _LIB.impl("mla_attention", _forward_autocast, _key)
+torch.library.register_fake("mla_ops::mla_attention", _forward_fake, lib=_LIB)
+torch.library.register_fake("mla_ops::mla_attention_backward", _backward_fake, lib=_LIB)
+torch.library.register_autograd(
+    "mla_ops::mla_attention", _pull_back, setup_context=_setup_context, lib=_LIB
+)
+torch.library.register_autograd(
+    "mla_ops::mla_attention_backward", _refuse_second_derivative, lib=_LIB
+)
+torch.library.register_vmap("mla_ops::mla_attention", _vmap_forward, lib=_LIB)
+torch.library.register_vmap("mla_ops::mla_attention_backward", _vmap_backward, lib=_LIB)
+
+
+def mla_attention(*args: Any) -> tuple[Tensor, Tensor]:
+    """Call the op along the shortest road that is right.
+
+    Compiled code takes the op as it is. Under `torch.func` transforms, forward-mode AD, or when an
+    input needs a gradient, the call goes through the `autograd.Function`. Otherwise the autograd
+    kernel, which costs more than the op's own call, is left out.
+
+    Args:
+        args: the op's arguments in the order of its schema.
+    """
+    if torch.compiler.is_compiling():
+        out, lse = _forward_op(*args)
+        return out, lse
+    if torch.is_autocast_enabled(args[0].device.type):
+        args = _autocast(args)
+    if _needs_autograd(args):
+        out, lse = _Attention.apply(*args)
+        return out, lse
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse = _forward_op(*args)
+    return out, lse
+
+
+def _needs_autograd(args: tuple[Any, ...]) -> bool:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*args[:5], args[6])
+    )

@@ -1,0 +1,189 @@
+"""The oracle: multi-head latent attention in plain torch, in both of its forms.
+
+Every backend, pass and patch is tested against this module. It is written to be read: it
+materialises everything, runs in any dtype on any device, passes fp64 through, and autograd
+differentiates it.
+
+Sources: DeepSeek-V2 (arXiv:2405.04434, section 2.1) for the layer and for the absorption of the up
+projections into query and output; the law of empty sets is this package's own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["MLAOutput", "mla_attention", "split_kv_b", "stat_dtype", "visible_keys"]
+
+
+class MLAOutput(NamedTuple):
+    """What attention returns.
+
+    Attributes:
+        out: `[B, H, S, V]`, dtype of the query.
+        lse: `[B, H, S]` fp32 (fp64 for fp64 inputs), natural logarithm of the softmax denominator.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of softmax statistics: fp64 for fp64 inputs, fp32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def split_kv_b(w_kv_b: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
+    """View the weight of `kv_b_proj` as its two per-head halves.
+
+    Args:
+        w_kv_b: `[H*(P+V), L]`.
+        num_heads: H.
+        qk_nope_head_dim: P.
+
+    Returns:
+        `w_uk` `[H, P, L]` and `w_uv` `[H, V, L]`, both views.
+
+    Example:
+        >>> import torch
+        >>> w_uk, w_uv = split_kv_b(torch.zeros(4 * (16 + 12), 32), 4, 16)
+        >>> tuple(w_uk.shape), tuple(w_uv.shape)
+        ((4, 16, 32), (4, 12, 32))
+    """
+    w = w_kv_b.unflatten(0, (num_heads, -1))
+    return w[:, :qk_nope_head_dim], w[:, qk_nope_head_dim:]
+
+
+def visible_keys(
+    num_queries: int,
+    num_keys: int,
+    *,
+    attn_mask: Tensor | None,
+    kv_bounds: Tensor | None,
+    is_causal: bool,
+    device: torch.device,
+) -> Tensor:
+    """Return which query sees which key, bool and broadcastable to `[B, H, S, T]`.
+
+    Causal is bottom-right aligned to the end of the keys: query `i` of `S` sees key `j` when
+    `j <= end - S + i`.
+
+    Args:
+        num_queries: S.
+        num_keys: T.
+        attn_mask: bool (true: visible) or additive float (-inf: invisible), or None.
+        kv_bounds: `[B, 2]` int (first valid key, end), or None for (0, T).
+        is_causal: whether the causal rule holds.
+        device: where to build the result.
+    """
+    key = torch.arange(num_keys, device=device)
+    query = torch.arange(num_queries, device=device)[:, None]
+    visible = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device)
+    end: Tensor | int = num_keys
+    if kv_bounds is not None:
+        bounds = kv_bounds.to(torch.int64).clamp(0, num_keys)[:, :, None, None, None]
+        first, end = bounds[:, 0], bounds[:, 1]
+        visible = visible & (key >= first) & (key < end)
+    if is_causal:
+        visible = visible & (key <= end - num_queries + query)
+    if attn_mask is not None:
+        seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask != float("-inf")
+        visible = visible & seen
+    return visible
+
+
+def _scores(
+    query: Tensor, kv_c: Tensor, k_pe: Tensor, w_uk: Tensor, form: Literal["expanded", "absorbed"]
+) -> Tensor:
+    """Return unscaled scores `[B, H, S, T]` in the inputs' dtype."""
+    nope = w_uk.shape[1]
+    if form == "expanded":
+        k_nope = torch.einsum("btl,hpl->bhtp", kv_c, w_uk)
+        k_rope = k_pe[:, None].expand(-1, w_uk.shape[0], -1, -1)
+        return query @ torch.cat([k_nope, k_rope], dim=-1).transpose(-1, -2)
+    q_latent = torch.einsum("bhsp,hpl->bhsl", query[..., :nope], w_uk)
+    rows = torch.cat([kv_c, k_pe], dim=-1)[:, None]
+    return torch.cat([q_latent, query[..., nope:]], dim=-1) @ rows.transpose(-1, -2)
+
+
+def mla_attention(
+    query: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    w_kv_b: Tensor,
+    *,
+    softmax_scale: float,
+    attn_mask: Tensor | None = None,
+    kv_bounds: Tensor | None = None,
+    is_causal: bool = False,
+    sinks: Tensor | None = None,
+    form: Literal["expanded", "absorbed"] = "expanded",
+) -> MLAOutput:
+    """Compute what `mla_ops.mla_attention` computes, with everything materialised.
+
+    Arguments and results are those of the public function; nothing is validated. A row that sees no
+    key gives output 0 and lse -inf (the sink's logit where there are sinks: a sink is a key whose
+    value is zero). Keys that no query sees may hold anything, NaN included.
+
+    Args:
+        query: `[B, H, S, P+R]`.
+        kv_c: `[B, T, L]`.
+        k_pe: `[B, T, R]`.
+        w_kv_b: `[H*(P+V), L]`.
+        softmax_scale: factor on the scores before the softmax.
+        attn_mask: bool or additive float, broadcastable to `[B, H, S, T]`.
+        kv_bounds: `[B, 2]` int.
+        is_causal: bottom-right aligned causal rule.
+        sinks: `[H]` logits that join the denominator.
+        form: `expanded` builds keys and values as the paper writes them; `absorbed` moves the up
+            projections to the query and the output.
+
+    Example:
+        >>> import torch
+        >>> g = torch.Generator().manual_seed(0)
+        >>> q, kv_c, k_pe, w = (
+        ...     torch.randn(s, generator=g, dtype=torch.float64)
+        ...     for s in [(1, 3, 2, 24), (1, 5, 32), (1, 5, 8), (3 * 28, 32)]
+        ... )
+        >>> a = mla_attention(q, kv_c, k_pe, w, softmax_scale=0.2)
+        >>> b = mla_attention(q, kv_c, k_pe, w, softmax_scale=0.2, form="absorbed")
+        >>> torch.allclose(a.out, b.out), torch.allclose(a.lse, b.lse)
+        (True, True)
+    """
+    num_queries, num_keys = query.shape[2], kv_c.shape[1]
+    w_uk, w_uv = split_kv_b(w_kv_b, query.shape[1], query.shape[3] - k_pe.shape[2])
+    visible = visible_keys(
+        num_queries,
+        num_keys,
+        attn_mask=attn_mask,
+        kv_bounds=kv_bounds,
+        is_causal=is_causal,
+        device=query.device,
+    )
+    # 0 * NaN is NaN: a key that nobody sees must not be read at all.
+    used = visible.expand(query.shape[0], -1, -1, -1).any(dim=2).any(dim=1)[..., None]
+    kv_c, k_pe = torch.where(used, kv_c, 0), torch.where(used, k_pe, 0)
+
+    stats = stat_dtype(query.dtype)
+    scores = _scores(query, kv_c, k_pe, w_uk, form).to(stats) * softmax_scale
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + attn_mask.to(stats)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    logits = scores
+    if sinks is not None:
+        sink = sinks.to(stats)[None, :, None, None].expand(*scores.shape[:3], 1)
+        logits = torch.cat([scores, sink], dim=-1)
+    if logits.shape[-1] == 0:
+        lse = scores.new_full(scores.shape[:3], float("-inf"))
+    else:
+        lse = torch.logsumexp(logits, dim=-1)
+    empty = ~visible.any(dim=-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    weights = weights.masked_fill(empty, 0.0).to(query.dtype)
+    if form == "expanded":
+        out = weights @ torch.einsum("btl,hvl->bhtv", kv_c, w_uv)
+    else:
+        out = torch.einsum("bhsl,hvl->bhsv", weights @ kv_c[:, None], w_uv)
+    return MLAOutput(out, lse)
