@@ -12,12 +12,13 @@ serves `torch.func.grad` and `vmap(grad)`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_ops.dims import MLADims
 from mla_ops.dispatch import AttentionOptions, Call, select
 from mla_ops.errors import InvalidInputError, UnsupportedInputError
 from mla_ops.reference import stat_dtype
@@ -43,10 +44,10 @@ _backward_op = torch.ops.mla_ops.mla_attention_backward.default
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _split(args: tuple[Any, ...]) -> tuple[_Tensors, AttentionOptions, MLADims]:
-    """Check the arguments of a call and part them into tensors, options and widths."""
+def _split(args: tuple[Any, ...]) -> tuple[_Tensors, AttentionOptions, int]:
+    """Check the arguments of a call and part them into tensors, options and width of the values."""
     tensors, options = args[:4], AttentionOptions(*args[4:])
-    dims = check_mla_attention(
+    width = check_mla_attention(
         *tensors,
         options.attn_mask,
         options.kv_bounds,
@@ -54,7 +55,7 @@ def _split(args: tuple[Any, ...]) -> tuple[_Tensors, AttentionOptions, MLADims]:
         options.softmax_scale,
         options.workspace_tokens,
     )
-    return tensors, options, dims
+    return tensors, options, width
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -65,9 +66,9 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    (query, *_), _, dims = _split(args)
+    (query, *_), _, width = _split(args)
     batch, heads, num_queries, _ = query.shape
-    out = query.new_empty((batch, heads, num_queries, dims.v_head_dim))
+    out = query.new_empty((batch, heads, num_queries, width))
     lse = query.new_empty((batch, heads, num_queries), dtype=stat_dtype(query.dtype))
     return out, lse
 
@@ -96,20 +97,38 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.options = inputs[7:]
 
 
-def _pull_back(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+def _pull_back(
+    backward: Callable[..., Any], ctx: Any, grad_out: Tensor, grad_lse: Tensor | None
+) -> tuple[Any, ...]:
     *tensors, attn_mask, kv_bounds, sinks, out, lse = ctx.saved_tensors
-    *grads, grad_sinks = _backward_op(
+    *grads, grad_sinks = backward(
         grad_out, grad_lse, *tensors, out, lse, attn_mask, kv_bounds, sinks, *ctx.options
     )
     last = None if sinks is None else grad_sinks
     return (*grads, None, None, last, None, None, None)
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
+def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> Any:
     raise UnsupportedInputError(
         "second derivatives of mla_attention",
         {"every backend": ["only first derivatives are implemented"]},
     )
+
+
+class _AttentionGradient(torch.autograd.Function):
+    """The backward op under `torch.func.grad`, which records the backward too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(_backward_op(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep nothing: there is no second derivative."""
+
+    backward = staticmethod(_refuse_second_derivative)
 
 
 class _Attention(torch.autograd.Function):
@@ -123,7 +142,10 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_pull_back)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return _pull_back(_AttentionGradient.apply, ctx, *grads)
 
 
 def _move_batch(args: tuple[Any, ...], in_dims: tuple[int | None, ...]) -> list[Any]:
@@ -207,7 +229,10 @@ for _key in _AUTOCAST_KEYS.values():
 torch.library.register_fake("mla_ops::mla_attention", _forward_fake, lib=_LIB)
 torch.library.register_fake("mla_ops::mla_attention_backward", _backward_fake, lib=_LIB)
 torch.library.register_autograd(
-    "mla_ops::mla_attention", _pull_back, setup_context=_setup_context, lib=_LIB
+    "mla_ops::mla_attention",
+    functools.partial(_pull_back, _backward_op),
+    setup_context=_setup_context,
+    lib=_LIB,
 )
 torch.library.register_autograd(
     "mla_ops::mla_attention_backward", _refuse_second_derivative, lib=_LIB

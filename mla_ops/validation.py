@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from mla_ops.dims import MLADims
 from mla_ops.errors import InvalidInputError
 
 __all__ = ["FLOAT_DTYPES", "check_mla_attention"]
@@ -57,7 +56,9 @@ def _check_mask(attn_mask: Tensor, query: Tensor, num_keys: int) -> None:
         _fail("attn_mask", f"broadcastable to [B, H, S, T] = {target}", f"shape {tuple(sizes)}")
 
 
-def _check_scale(softmax_scale: float) -> None:
+def _check_scale(softmax_scale: float | torch.SymFloat) -> None:
+    if isinstance(softmax_scale, torch.SymFloat):
+        return
     number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
     if not number or not math.isfinite(softmax_scale):
         _fail("softmax_scale", "a finite float", repr(softmax_scale))
@@ -73,8 +74,8 @@ def check_mla_attention(
     sinks: Tensor | None,
     softmax_scale: float,
     workspace_tokens: int | None,
-) -> MLADims:
-    """Check the arguments of `mla_attention` and return the widths they imply.
+) -> int:
+    """Check the arguments of `mla_attention` and return the width of the values that they imply.
 
     Args:
         query: `[B, H, S, P+R]`, floating point.
@@ -86,6 +87,9 @@ def check_mla_attention(
         sinks: `[H]`, floating point.
         softmax_scale: finite.
         workspace_tokens: at least 1.
+
+    Returns:
+        V; a symbolic int under tracing.
 
     Raises:
         InvalidInputError: any of these does not hold.
@@ -141,4 +145,4 @@ def check_mla_attention(
     _check_scale(softmax_scale)
     if workspace_tokens is not None and workspace_tokens < 1:
         _fail("workspace_tokens", "at least 1 or None", workspace_tokens)
-    return MLADims(heads, rank, nope, rope, w_kv_b.shape[0] // heads - nope)
+    return w_kv_b.shape[0] // heads - nope
