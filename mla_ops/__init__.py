@@ -6,6 +6,8 @@ initialisation.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from mla_ops.attention import MLAOutput, mla_attention
 from mla_ops.dims import MLADims
 from mla_ops.dispatch import (
@@ -25,6 +27,9 @@ from mla_ops.errors import (
     UnsupportedInputError,
 )
 
+if TYPE_CHECKING:
+    from mla_ops.hf import patch, report, unpatch
+
 __version__ = "0.1.0.dev0"
 
 __all__ = [
@@ -41,6 +46,18 @@ __all__ = [
     "available_backends",
     "get_backend",
     "mla_attention",
+    "patch",
     "register_backend",
+    "report",
+    "unpatch",
     "use_backend",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the names that need transformers when they are asked for."""
+    if name in ("patch", "report", "unpatch"):
+        from mla_ops import hf
+
+        return getattr(hf, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
