@@ -34,7 +34,7 @@ from mla_ops.kernels.tiling import (
     plan_tiles,
     tile_softmax,
 )
-from mla_ops.reference import split_kv_b, stat_dtype
+from mla_ops.reference import split_kv_b
 
 __all__ = ["TiledBackend"]
 
@@ -85,9 +85,7 @@ class _Expanded:
     """Keys and values of one tile are made from the latents in scratch, used, and overwritten."""
 
     def __init__(self, query: Tensor, w_kv_b: Tensor, job: Job) -> None:
-        self._queries = [
-            query[:, s].contiguous() for s in blocks(query.shape[1], job.plan.queries)
-        ]
+        self._queries = [query[:, s].contiguous() for s in blocks(query.shape[1], job.plan.queries)]
         self._w_kv_b = w_kv_b
         self._job = job
 
@@ -99,9 +97,7 @@ class _Expanded:
         """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
         scores, low = self._job.scores(shape), self._job.low(shape)
         keys = self._keys.transpose(1, 2)
-        torch.baddbmm(
-            low, self._queries[block], keys, beta=0, alpha=self._job.scale, out=low
-        )
+        torch.baddbmm(low, self._queries[block], keys, beta=0, alpha=self._job.scale, out=low)
         return scores if low.dtype == scores.dtype else scores.copy_(low)
 
     def values(self, weights: Tensor) -> Tensor:

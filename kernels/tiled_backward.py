@@ -123,9 +123,7 @@ def _tile_backward(
     """Add one tile's gradients of keys and values; return that of its queries."""
     shape = (block.query.shape[0], block.query.shape[1], keys.shape[1])
     low, weights = job.low(shape), job.scores(shape)
-    torch.baddbmm(
-        low, block.query, keys.transpose(1, 2), beta=0, alpha=job.scale, out=low
-    )
+    torch.baddbmm(low, block.query, keys.transpose(1, 2), beta=0, alpha=job.scale, out=low)
     if low.dtype != weights.dtype:
         weights.copy_(low)
     lse = tile_softmax(weights, *tile)

@@ -1,4 +1,4 @@
-"""What the tiled backend is made of: the plan, the scratch, who sees whom, and the softmax of a tile."""
+"""What the tiled backend is made of: plan, scratch, visibility, and the softmax of a tile."""
 
 from __future__ import annotations
 
@@ -301,7 +301,8 @@ class Visibility:
         """Whether the causal rule hides the whole tile, as far as the host knows."""
         if not self._causal or self._bounds is not None:
             return False
-        return keys.start > self.end - self._num_queries + queries.stop - 1
+        first, last = int(keys.start), int(queries.stop) - 1
+        return first > self.end - self._num_queries + last
 
     def tile(
         self, heads: slice, queries: slice, keys: slice, device: torch.device

@@ -28,7 +28,7 @@ from mla_ops.errors import (
 )
 
 if TYPE_CHECKING:
-    from mla_ops.hf import patch, report, unpatch
+    from mla_ops.hf.patch import patch, report, unpatch
 
 __version__ = "0.1.0.dev0"
 

@@ -148,8 +148,12 @@ class ReferenceBackend:
     def _forward(
         self, tensors: Sequence[Tensor], options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
+        query, kv_c, k_pe, w_kv_b = tensors
         return reference.mla_attention(
-            *tensors,
+            query,
+            kv_c,
+            k_pe,
+            w_kv_b,
             softmax_scale=options.softmax_scale,
             attn_mask=options.attn_mask,
             kv_bounds=options.kv_bounds,
@@ -192,7 +196,7 @@ class ReferenceBackend:
             out, lse = self._forward(leaves[:4], options._replace(sinks=sinks))
             return out, lse
 
-        results, pull = torch.func.vjp(forward, *given)
+        results, pull = torch.func.vjp(forward, *given)[:2]
         lse_part = torch.zeros_like(results[1]) if grad_lse is None else grad_lse
         grads = [grad.contiguous() for grad in pull((grad_out, lse_part))]
         if options.sinks is None:

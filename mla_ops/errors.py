@@ -2,12 +2,14 @@
 
 ```
 MLAOpsError
-├── InvalidInputError        (ValueError)           an argument is wrong: the message says what was expected and what came
-├── UnsupportedInputError    (NotImplementedError)  no backend takes the call: every backend's reasons are listed
-├── BackendUnavailableError  (ImportError)          a backend was asked for by name and cannot be loaded
-├── PatchError               (RuntimeError)         a model could not be switched: carries the report
+├── InvalidInputError        (ValueError)           an argument is wrong
+├── UnsupportedInputError    (NotImplementedError)  no backend takes the call; lists all reasons
+├── BackendUnavailableError  (ImportError)          a backend asked for by name cannot be loaded
+├── PatchError               (RuntimeError)         a model could not be switched; has the report
 └── RewriteError             (RuntimeError)         a graph could not be rewritten
 ```
+
+Every message says what was expected and what came.
 """
 
 from __future__ import annotations

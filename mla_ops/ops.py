@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,15 +47,19 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 def _split(args: tuple[Any, ...]) -> tuple[_Tensors, AttentionOptions, int]:
     """Check the arguments of a call and part them into tensors, options and width of the values."""
     tensors, options = args[:4], AttentionOptions(*args[4:])
+    query, kv_c, k_pe, w_kv_b = tensors
     width = check_mla_attention(
-        *tensors,
+        query,
+        kv_c,
+        k_pe,
+        w_kv_b,
         options.attn_mask,
         options.kv_bounds,
         options.sinks,
         options.softmax_scale,
         options.workspace_tokens,
     )
-    return tensors, options, width
+    return cast(_Tensors, tensors), options, width
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -77,7 +81,8 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Te
     tensors, options, _ = _split((*args[:4], *args[6:]))
     query = tensors[0]
     backend = select(Call("mla_attention_backward", query.device.type, query.dtype))
-    return backend.mla_attention_backward(grad_out, grad_lse, *tensors, *args[4:6], options)
+    out, lse = args[4:6]
+    return backend.mla_attention_backward(grad_out, grad_lse, *tensors, out, lse, options)
 
 
 def _backward_fake(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
@@ -150,9 +155,7 @@ class _Attention(torch.autograd.Function):
 
 def _move_batch(args: tuple[Any, ...], in_dims: tuple[int | None, ...]) -> list[Any]:
     """Bring the vmapped dimension of every batched tensor to the front."""
-    return [
-        a if d is None else a.movedim(d, 0) for a, d in zip(args, in_dims, strict=True)
-    ]
+    return [a if d is None else a.movedim(d, 0) for a, d in zip(args, in_dims, strict=True)]
 
 
 def _vmap_loop(op: Any, size: int, in_dims: tuple[int | None, ...], args: list[Any]) -> Any:
@@ -206,7 +209,9 @@ def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> An
 def _autocast(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Cast the four tensors as `linear` would under autocast; fp64 stays as it is."""
     dtype = torch.get_autocast_dtype(args[0].device.type)
-    cast = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in args[:4])
+    cast = (
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in args[:4]
+    )
     return (*cast, *args[4:])
 
 
@@ -257,7 +262,7 @@ def mla_attention(*args: Any) -> tuple[Tensor, Tensor]:
     if torch.is_autocast_enabled(args[0].device.type):
         args = _autocast(args)
     if _needs_autograd(args):
-        out, lse = _Attention.apply(*args)
+        out, lse = _Attention.apply(*args)  # type: ignore[no-untyped-call]
         return out, lse
     with torch._C._AutoDispatchBelowAutograd():
         out, lse = _forward_op(*args)

@@ -56,11 +56,11 @@ def _check_mask(attn_mask: Tensor, query: Tensor, num_keys: int) -> None:
         _fail("attn_mask", f"broadcastable to [B, H, S, T] = {target}", f"shape {tuple(sizes)}")
 
 
-def _check_scale(softmax_scale: float | torch.SymFloat) -> None:
+def _check_scale(softmax_scale: object) -> None:
     if isinstance(softmax_scale, torch.SymFloat):
         return
     number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
-    if not number or not math.isfinite(softmax_scale):
+    if not (number and math.isfinite(softmax_scale)):  # type: ignore[arg-type]
         _fail("softmax_scale", "a finite float", repr(softmax_scale))
 
 

@@ -83,10 +83,10 @@ def refusal(module: Any) -> str | None:
         return "kv_b_proj has forward hooks"
     if proj._backward_hooks or proj._backward_pre_hooks:
         return "kv_b_proj has backward hooks"
-    if proj.bias is not None:
+    if getattr(proj, "bias", None) is not None:
         return "kv_b_proj has a bias"
     weight = proj.weight
-    if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+    if type(weight) not in (nn.Parameter, Tensor):
         return f"kv_b_proj.weight is {type(weight).__name__}, not a plain tensor"
     if weight.device.type == "meta":
         return "kv_b_proj.weight is on the meta device"
@@ -96,7 +96,7 @@ def refusal(module: Any) -> str | None:
 
 
 def mla_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -191,7 +191,7 @@ def _stock(
     if mask is not None and mask.dtype == torch.bool:
         lowest = torch.finfo(query.dtype).min
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
-    eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    eager = sys.modules[type(module).__module__].eager_attention_forward
     return eager(  # type: ignore[no-any-return]
         module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
     )

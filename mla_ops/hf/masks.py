@@ -56,7 +56,7 @@ def mla_mask(
     first = _first_valid(attention_mask, end) if plain else None
     if first is None:
         arguments = {**rest, "allow_is_causal_skip": False}
-        return sdpa_mask(
+        spelled_out: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -66,6 +66,7 @@ def mla_mask(
             device=device,
             **arguments,
         )
+        return spelled_out
     if isinstance(first, int) and not isinstance(end, Tensor) and end == kv_length:
         return None
     bounds = torch.zeros(batch_size, 1, 1, 2, dtype=torch.int32, device=device)
