@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_ops.dims import MLADims
+from mla_ops.dims import MLADims, split_kv_b
 from mla_ops.dispatch import AttentionOptions, Call, Capabilities
 from mla_ops.kernels.tiled_backward import Gradients, attend_backward
 from mla_ops.kernels.tiling import (
@@ -34,7 +34,6 @@ from mla_ops.kernels.tiling import (
     plan_tiles,
     tile_softmax,
 )
-from mla_ops.reference import split_kv_b
 
 __all__ = ["TiledBackend"]
 
@@ -44,7 +43,8 @@ class _Absorbed:
 
     def __init__(self, query: Tensor, w_kv_b: Tensor, job: Job) -> None:
         dims = job.dims
-        w_uk, self._w_uv = split_kv_b(w_kv_b, query.shape[0], dims.qk_nope_head_dim)
+        w_uk, w_uv = split_kv_b(w_kv_b, query.shape[0], dims.qk_nope_head_dim)
+        self._w_uv = w_uv.contiguous()  # bmm would copy the strided view itself, transposed
         nope, rope = query.split([dims.qk_nope_head_dim, dims.qk_rope_head_dim], dim=-1)
         latent = torch.bmm(nope, w_uk)  # [h, S, L]
         self._queries = [
@@ -62,18 +62,19 @@ class _Absorbed:
         job, (latent, rope) = self._job, self._queries[block]
         scores, low = job.scores(shape), job.low(shape)
         flat, flat_low = scores.flatten(0, 1), low.flatten(0, 1)
-        torch.addmm(flat_low, latent, self._latent.t(), beta=0, alpha=job.scale, out=flat_low)
+        keys, rope_keys = self._latent[: shape[2]].t(), self._rope[: shape[2]].t()
+        torch.addmm(flat_low, latent, keys, beta=0, alpha=job.scale, out=flat_low)
         if low.dtype == scores.dtype:
-            flat.addmm_(rope, self._rope.t(), alpha=job.scale)
+            flat.addmm_(rope, rope_keys, alpha=job.scale)
         else:
             flat.copy_(flat_low)
-            torch.addmm(flat_low, rope, self._rope.t(), beta=0, alpha=job.scale, out=flat_low)
+            torch.addmm(flat_low, rope, rope_keys, beta=0, alpha=job.scale, out=flat_low)
             flat.add_(flat_low)
         return scores
 
     def values(self, weights: Tensor) -> Tensor:
         """Return a tile's result for weights `[h, s, C]`: `[h, s, L]`."""
-        flat = torch.mm(weights.flatten(0, 1), self._latent)
+        flat = torch.mm(weights.flatten(0, 1), self._latent[: weights.shape[2]])
         return flat.view(*weights.shape[:2], flat.shape[-1])
 
     def finish(self, value: Tensor) -> Tensor:
@@ -96,13 +97,13 @@ class _Expanded:
     def scores(self, block: int, shape: tuple[int, int, int]) -> Tensor:
         """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
         scores, low = self._job.scores(shape), self._job.low(shape)
-        keys = self._keys.transpose(1, 2)
+        keys = self._keys[:, : shape[2]].transpose(1, 2)
         torch.baddbmm(low, self._queries[block], keys, beta=0, alpha=self._job.scale, out=low)
         return scores if low.dtype == scores.dtype else scores.copy_(low)
 
     def values(self, weights: Tensor) -> Tensor:
         """Return a tile's result for weights `[h, s, C]`: `[h, s, V]`."""
-        return torch.bmm(weights, self._values)
+        return torch.bmm(weights, self._values[:, : weights.shape[2]])
 
     def finish(self, value: Tensor) -> Tensor:
         """Return the output of one query block, which is there already: `[h, s, V]`."""
@@ -118,17 +119,16 @@ def _walk_keys(
     for keys in blocks(visibility.end, job.plan.keys, visibility.begin):
         loaded = False
         for i, where in enumerate(queries):
-            if visibility.skips(where, keys):
-                continue
-            tile = visibility.tile(heads, where, keys, request.kv_c.device)
+            tile = visibility.tile(heads, where, keys)
             if tile is None:
                 continue
             if not loaded:
                 form.load(*request.rows(keys, job.compute))
                 loaded = True
-            shape = (heads.stop - heads.start, where.stop - where.start, keys.stop - keys.start)
+            count = tile.keys.stop - tile.keys.start
+            shape = (heads.stop - heads.start, where.stop - where.start, count)
             scores = form.scores(i, shape)
-            lse = tile_softmax(scores, *tile)
+            lse = tile_softmax(scores, tile)
             weights = job.low(shape)
             if weights.dtype != scores.dtype:
                 weights.copy_(scores)
@@ -184,6 +184,7 @@ def _prepare(
                 is_causal=options.is_causal,
                 mask=None if mask is None else mask[b if mask.shape[0] > 1 else 0],
                 bounds=None if bounds is None else bounds[b],
+                device=query.device,
             ),
         )
         for b in range(query.shape[0])

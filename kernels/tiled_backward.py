@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mla_ops.kernels.tiling import Job, Request, blocks, tile_softmax
+from mla_ops.kernels.tiling import Job, Request, Tile, blocks, tile_softmax
 
 __all__ = ["Gradients", "attend_backward"]
 
@@ -96,12 +96,17 @@ def _walk_keys(
         grad_k = torch.zeros_like(keys, dtype=job.stats)
         grad_v = torch.zeros_like(values, dtype=job.stats)
         for block in queries:
-            if visibility.skips(block.where, where):
-                continue
-            tile = visibility.tile(heads, block.where, where, keys.device)
+            tile = visibility.tile(heads, block.where, where)
             if tile is not None:
+                seen = slice(0, tile.keys.stop - tile.keys.start)
                 grads.query[heads, block.where] += _tile_backward(
-                    block, keys, values, tile, job, grad_k, grad_v
+                    block,
+                    keys[:, seen],
+                    values[:, seen],
+                    tile,
+                    job,
+                    grad_k[:, seen],
+                    grad_v[:, seen],
                 )
         grad_nope, grad_rope = grad_k.split([dims.qk_nope_head_dim, dims.qk_rope_head_dim], dim=-1)
         grad_pair = torch.cat([grad_nope, grad_v], dim=-1).transpose(0, 1)
@@ -115,7 +120,7 @@ def _tile_backward(
     block: _Queries,
     keys: Tensor,
     values: Tensor,
-    tile: tuple[Tensor | None, Tensor | None],
+    tile: Tile,
     job: Job,
     grad_k: Tensor,
     grad_v: Tensor,
@@ -126,7 +131,7 @@ def _tile_backward(
     torch.baddbmm(low, block.query, keys.transpose(1, 2), beta=0, alpha=job.scale, out=low)
     if low.dtype != weights.dtype:
         weights.copy_(low)
-    lse = tile_softmax(weights, *tile)
+    lse = tile_softmax(weights, tile)
     weights.mul_((lse - block.lse).exp_())
     grad_v += torch.bmm(weights.to(job.compute).transpose(1, 2), block.grad_out)
     grad_scores = torch.bmm(block.grad_out, values.transpose(1, 2)).to(job.stats)

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mla_ops.dims import MLADims
-from mla_ops.reference import stat_dtype
+from mla_ops.dims import MLADims, stat_dtype
 
 __all__ = [
     "Job",
     "Plan",
     "Request",
     "Running",
+    "Tile",
     "Visibility",
     "blocks",
     "compute_dtype",
@@ -28,7 +28,7 @@ __all__ = [
 _CPU_ELEMENTS_PER_THREAD = 512 * 1024
 _DEVICE_ELEMENTS = 32 * 1024 * 1024
 _EXPANDED_KEYS = 512
-_QUERIES = 512
+_QUERIES = 256
 _ABSORBED_ROWS = 512
 _CONVERTED_KEYS = 2048
 
@@ -232,6 +232,22 @@ class Request(NamedTuple):
         return clean(self.kv_c[keys].to(compute), keys), clean(self.k_pe[keys].to(compute), keys)
 
 
+class Tile(NamedTuple):
+    """One tile that some query sees.
+
+    Attributes:
+        keys: its keys, cut to those that the block can see.
+        hidden: bool, true where a query does not see a key, broadcastable to `[h, s, C]`, or None.
+        bias: added to the scores, broadcastable to `[h, s, C]`, or None.
+        empty_rows: whether a query may see none of the keys.
+    """
+
+    keys: slice
+    hidden: Tensor | None
+    bias: Tensor | None
+    empty_rows: bool
+
+
 class Visibility:
     """Which queries of one request see which keys, tile by tile.
 
@@ -247,6 +263,7 @@ class Visibility:
         is_causal: bool,
         mask: Tensor | None,
         bounds: Tensor | None,
+        device: torch.device,
     ) -> None:
         """Read what can be read on the host.
 
@@ -256,7 +273,9 @@ class Visibility:
             is_causal: bottom-right aligned causal rule.
             mask: bool or float, broadcastable to `[H, S, T]`, or None.
             bounds: `[2]` int32 (first valid key, end), or None.
+            device: where masks are built.
         """
+        self._device = device
         self.begin, self.end = 0, num_keys
         self._bounds: Tensor | None = None
         if bounds is not None:
@@ -268,25 +287,25 @@ class Visibility:
                 self._bounds = bounds.clamp(0, num_keys)
         self._num_queries = num_queries
         self._causal = is_causal
-        self._on_host = mask is None or mask.device.type == "cpu"
+        self._on_host = device.type == "cpu"
         self._mask: Tensor | None = None
+        self._dead: Tensor | None = None
         if mask is not None:
-            self._mask = mask[(None,) * (3 - mask.dim())].expand(-1, num_queries, num_keys)
-        self._dead = self._unused(num_keys)
+            mask = mask[(None,) * (3 - mask.dim())]
+            self._mask = mask.expand(-1, num_queries, num_keys)
+        if mask is not None or self._bounds is not None:
+            self._dead = self._unused(mask, num_keys)
 
-    def _unused(self, num_keys: int) -> Tensor | None:
+    def _unused(self, mask: Tensor | None, num_keys: int) -> Tensor | None:
         """Return which keys no query sees, as far as mask and device bounds tell; `[T]` or None."""
-        dead: Tensor | None = None
+        dead = torch.zeros(num_keys, dtype=torch.bool, device=self._device)
         if self._bounds is not None:
-            key = torch.arange(num_keys, device=self._bounds.device)
-            dead = (key < self._bounds[0]) | (key >= self._bounds[1])
-        if self._mask is not None:
-            seen = self._mask if self._mask.dtype == torch.bool else self._mask != float("-inf")
-            unseen = ~seen.flatten(0, 1).any(dim=0)
-            dead = unseen if dead is None else dead | unseen
-        if dead is not None and dead.device.type == "cpu" and not bool(dead.any()):
-            return None
-        return dead
+            key = torch.arange(num_keys, device=self._device)
+            dead |= (key < self._bounds[0]) | (key >= self._bounds[1])
+        if mask is not None:
+            seen = mask if mask.dtype == torch.bool else mask != float("-inf")
+            dead |= ~seen.any(dim=1).any(dim=0)
+        return None if self._on_host and not bool(dead.any()) else dead
 
     def clean(self, rows: Tensor, keys: slice) -> Tensor:
         """Zero the rows that no query sees: they may hold NaN, and 0 * NaN is NaN.
@@ -297,37 +316,29 @@ class Visibility:
         """
         return rows if self._dead is None else rows.masked_fill(self._dead[keys, None], 0.0)
 
-    def skips(self, queries: slice, keys: slice) -> bool:
-        """Whether the causal rule hides the whole tile, as far as the host knows."""
-        if not self._causal or self._bounds is not None:
-            return False
-        first, last = int(keys.start), int(queries.stop) - 1
-        return first > self.end - self._num_queries + last
-
-    def tile(
-        self, heads: slice, queries: slice, keys: slice, device: torch.device
-    ) -> tuple[Tensor | None, Tensor | None] | None:
-        """Describe one tile.
+    def tile(self, heads: slice, queries: slice, keys: slice) -> Tile | None:
+        """Describe one tile, or return None when nothing of it is visible.
 
         Args:
             heads: head block.
             queries: query block.
-            keys: key tile.
-            device: where to build masks.
-
-        Returns:
-            None when nothing is visible; else `(hidden, bias)`: a bool tensor, true where a query
-            does not see a key, and an additive bias, both broadcastable to the tile or None.
+            keys: key tile; keys that the causal rule hides from the whole block are cut off.
         """
         hidden: Tensor | None = None
         bias: Tensor | None = None
-        if self._bounds is not None:
-            hidden = self._outside(queries, keys, device)
-        elif self._causal:
-            diagonal = self.end - self._num_queries + queries.start - keys.start + 1
+        reach = self.end - self._num_queries  # query i sees keys up to reach + i
+        if self._causal and self._bounds is None:
+            keys = slice(keys.start, min(keys.stop, reach + queries.stop))
+            if keys.start >= keys.stop:
+                return None
+            diagonal = reach + queries.start - keys.start + 1
             if keys.stop - keys.start > diagonal:
                 shape = (queries.stop - queries.start, keys.stop - keys.start)
-                hidden = torch.ones(shape, dtype=torch.bool, device=device).triu(diagonal)
+                hidden = torch.ones(shape, dtype=torch.bool, device=self._device).triu_(diagonal)
+        elif self._bounds is not None:
+            hidden = self._outside(queries, keys)
+        # A causal row is empty only above the first key.
+        empty_rows = self._bounds is not None or reach + queries.start < keys.start
         if self._mask is not None:
             part = self._mask[heads if self._mask.shape[0] > 1 else slice(None), queries, keys]
             if part.dtype == torch.bool:
@@ -338,20 +349,21 @@ class Visibility:
                 return None
             if not self._on_host or bool(masked.any()):
                 hidden = masked if hidden is None else hidden | masked
-        return hidden, bias
+                empty_rows = True
+        return Tile(keys, hidden, bias, empty_rows and hidden is not None)
 
-    def _outside(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+    def _outside(self, queries: slice, keys: slice) -> Tensor:
         """Return what the bounds and the causal rule hide, computed on the device."""
         first, end = self._bounds.unbind() if self._bounds is not None else (0, 0)
-        key = torch.arange(keys.start, keys.stop, device=device)
+        key = torch.arange(keys.start, keys.stop, device=self._device)
         hidden = ((key < first) | (key >= end))[None]
         if self._causal:
-            query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+            query = torch.arange(queries.start, queries.stop, device=self._device)[:, None]
             hidden = hidden | (key > end - self._num_queries + query)
         return hidden
 
 
-def tile_softmax(scores: Tensor, hidden: Tensor | None, bias: Tensor | None) -> Tensor:
+def tile_softmax(scores: Tensor, tile: Tile) -> Tensor:
     """Turn the scaled scores of a tile into probabilities, in place, and return their lse.
 
     One fused softmax and two row maxima replace the usual max, subtract, exp and sum: the largest
@@ -359,20 +371,19 @@ def tile_softmax(scores: Tensor, hidden: Tensor | None, bias: Tensor | None) -> 
 
     Args:
         scores: `[h, s, C]`, overwritten by probabilities; a row without a visible key becomes 0.
-        hidden: bool, broadcastable to the tile: true where a query does not see a key.
-        bias: added to the scores.
+        tile: what is visible.
 
     Returns:
         `[h, s, 1]`, -inf for a row without a visible key.
     """
-    if bias is not None:
-        scores.add_(bias)
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
+    if tile.bias is not None:
+        scores.add_(tile.bias)
+    if tile.hidden is not None:
+        scores.masked_fill_(tile.hidden, float("-inf"))
     top = scores.amax(dim=-1, keepdim=True)
     torch.softmax(scores, dim=-1, out=scores)
     lse = top - scores.amax(dim=-1, keepdim=True).log_()
-    if hidden is not None or bias is not None:
+    if tile.empty_rows:
         empty = top == float("-inf")
         scores.masked_fill_(empty, 0.0)
         lse.masked_fill_(empty, float("-inf"))

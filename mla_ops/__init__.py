@@ -6,6 +6,7 @@ initialisation.
 
 from __future__ import annotations
 
+import pathlib
 from typing import TYPE_CHECKING, Any
 
 from mla_ops.attention import MLAOutput, mla_attention
@@ -30,6 +31,10 @@ from mla_ops.errors import (
 if TYPE_CHECKING:
     from mla_ops.hf.patch import patch, report, unpatch
 
+_HERE = pathlib.Path(__file__).parent
+if not (_HERE / "kernels").is_dir():  # a checkout: the two folders lie beside this one
+    __path__.append(str(_HERE.parent))
+
 __version__ = "0.1.0.dev0"
 
 __all__ = [
@@ -52,6 +57,11 @@ __all__ = [
     "unpatch",
     "use_backend",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the lazy names too."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

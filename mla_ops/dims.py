@@ -1,4 +1,4 @@
-"""Widths of one MLA layer, and what follows from them."""
+"""Widths of one MLA layer, and what follows from them for its weight and its dtypes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
+import torch
+from torch import Tensor
+
 from mla_ops.errors import InvalidInputError
 
-__all__ = ["PRESETS", "MLADims"]
+__all__ = ["PRESETS", "MLADims", "split_kv_b", "stat_dtype"]
 
 
 @dataclass(frozen=True)
@@ -136,3 +139,30 @@ PRESETS: Mapping[str, MLADims] = MappingProxyType(
     }
 )
 """Widths of public models, from the defaults of their transformers configs."""
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of softmax statistics: fp64 for fp64 inputs, fp32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def split_kv_b(w_kv_b: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
+    """View the weight of `kv_b_proj` as its two per-head halves.
+
+    Args:
+        w_kv_b: `[H*(P+V), L]`.
+        num_heads: H.
+        qk_nope_head_dim: P.
+
+    Returns:
+        `w_uk` `[H, P, L]` and `w_uv` `[H, V, L]`, both views.
+
+    Example:
+        >>> import torch
+        >>> from mla_ops.dims import split_kv_b
+        >>> w_uk, w_uv = split_kv_b(torch.zeros(4 * (16 + 12), 32), 4, 16)
+        >>> tuple(w_uk.shape), tuple(w_uv.shape)
+        ((4, 16, 32), (4, 12, 32))
+    """
+    w = w_kv_b.unflatten(0, (num_heads, -1))
+    return w[:, :qk_nope_head_dim], w[:, qk_nope_head_dim:]

@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mla_ops.dims import stat_dtype
 from mla_ops.dispatch import AttentionOptions, Call, select
 from mla_ops.errors import InvalidInputError, UnsupportedInputError
-from mla_ops.reference import stat_dtype
 from mla_ops.validation import check_mla_attention
 
 __all__ = ["mla_attention"]

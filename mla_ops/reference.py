@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["MLAOutput", "mla_attention", "split_kv_b", "stat_dtype", "visible_keys"]
+from mla_ops.dims import split_kv_b, stat_dtype
+
+__all__ = ["MLAOutput", "mla_attention", "visible_keys"]
 
 
 class MLAOutput(NamedTuple):
@@ -28,32 +30,6 @@ class MLAOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
-
-
-def stat_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of softmax statistics: fp64 for fp64 inputs, fp32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def split_kv_b(w_kv_b: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
-    """View the weight of `kv_b_proj` as its two per-head halves.
-
-    Args:
-        w_kv_b: `[H*(P+V), L]`.
-        num_heads: H.
-        qk_nope_head_dim: P.
-
-    Returns:
-        `w_uk` `[H, P, L]` and `w_uv` `[H, V, L]`, both views.
-
-    Example:
-        >>> import torch
-        >>> w_uk, w_uv = split_kv_b(torch.zeros(4 * (16 + 12), 32), 4, 16)
-        >>> tuple(w_uk.shape), tuple(w_uv.shape)
-        ((4, 16, 32), (4, 12, 32))
-    """
-    w = w_kv_b.unflatten(0, (num_heads, -1))
-    return w[:, :qk_nope_head_dim], w[:, qk_nope_head_dim:]
 
 
 def visible_keys(

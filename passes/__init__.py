@@ -1,1 +1,1 @@
-"""FX passes that rewrite multi-head latent attention in a compiled graph into the ops of `mla_ops`."""
+"""FX passes: they rewrite latent attention in a compiled graph into the ops of `mla_ops`."""
