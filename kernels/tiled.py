@@ -21,140 +21,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_ops.dims import MLADims, split_kv_b
+from mla_ops.dims import MLADims
 from mla_ops.dispatch import AttentionOptions, Call, Capabilities
+from mla_ops.kernels.attend import attend, form_from_latents
+from mla_ops.kernels.rows import DenseRows
 from mla_ops.kernels.tiled_backward import Gradients, attend_backward
-from mla_ops.kernels.tiling import (
-    Job,
-    Request,
-    Running,
-    Visibility,
-    blocks,
-    compute_dtype,
-    plan_tiles,
-    tile_softmax,
-)
+from mla_ops.kernels.tiling import Job, Request, Visibility, compute_dtype, plan_tiles
 
 __all__ = ["TiledBackend"]
-
-
-class _Absorbed:
-    """Keys and values are the latent rows; the up projections act on queries and results."""
-
-    def __init__(self, query: Tensor, w_kv_b: Tensor, job: Job) -> None:
-        dims = job.dims
-        w_uk, w_uv = split_kv_b(w_kv_b, query.shape[0], dims.qk_nope_head_dim)
-        self._w_uv = w_uv.contiguous()  # bmm would copy the strided view itself, transposed
-        nope, rope = query.split([dims.qk_nope_head_dim, dims.qk_rope_head_dim], dim=-1)
-        latent = torch.bmm(nope, w_uk)  # [h, S, L]
-        self._queries = [
-            (latent[:, s].flatten(0, 1), rope[:, s].flatten(0, 1))
-            for s in blocks(query.shape[1], job.plan.queries)
-        ]
-        self._job = job
-
-    def load(self, latent: Tensor, rope: Tensor) -> None:
-        """Take a tile's rows: `[C, L]` and `[C, R]`."""
-        self._latent, self._rope = latent, rope
-
-    def scores(self, block: int, shape: tuple[int, int, int]) -> Tensor:
-        """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
-        job, (latent, rope) = self._job, self._queries[block]
-        scores, low = job.scores(shape), job.low(shape)
-        flat, flat_low = scores.flatten(0, 1), low.flatten(0, 1)
-        keys, rope_keys = self._latent[: shape[2]].t(), self._rope[: shape[2]].t()
-        torch.addmm(flat_low, latent, keys, beta=0, alpha=job.scale, out=flat_low)
-        if low.dtype == scores.dtype:
-            flat.addmm_(rope, rope_keys, alpha=job.scale)
-        else:
-            flat.copy_(flat_low)
-            torch.addmm(flat_low, rope, rope_keys, beta=0, alpha=job.scale, out=flat_low)
-            flat.add_(flat_low)
-        return scores
-
-    def values(self, weights: Tensor) -> Tensor:
-        """Return a tile's result for weights `[h, s, C]`: `[h, s, L]`."""
-        flat = torch.mm(weights.flatten(0, 1), self._latent[: weights.shape[2]])
-        return flat.view(*weights.shape[:2], flat.shape[-1])
-
-    def finish(self, value: Tensor) -> Tensor:
-        """Return the output of one query block: `[h, s, V]`."""
-        return torch.bmm(value, self._w_uv.transpose(1, 2))
-
-
-class _Expanded:
-    """Keys and values of one tile are made from the latents in scratch, used, and overwritten."""
-
-    def __init__(self, query: Tensor, w_kv_b: Tensor, job: Job) -> None:
-        self._queries = [query[:, s].contiguous() for s in blocks(query.shape[1], job.plan.queries)]
-        self._w_kv_b = w_kv_b
-        self._job = job
-
-    def load(self, latent: Tensor, rope: Tensor) -> None:
-        """Expand a tile's rows: `[C, L]` and `[C, R]`."""
-        self._keys, self._values = self._job.expand(latent, rope, self._w_kv_b)
-
-    def scores(self, block: int, shape: tuple[int, int, int]) -> Tensor:
-        """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
-        scores, low = self._job.scores(shape), self._job.low(shape)
-        keys = self._keys[:, : shape[2]].transpose(1, 2)
-        torch.baddbmm(low, self._queries[block], keys, beta=0, alpha=self._job.scale, out=low)
-        return scores if low.dtype == scores.dtype else scores.copy_(low)
-
-    def values(self, weights: Tensor) -> Tensor:
-        """Return a tile's result for weights `[h, s, C]`: `[h, s, V]`."""
-        return torch.bmm(weights, self._values[:, : weights.shape[2]])
-
-    def finish(self, value: Tensor) -> Tensor:
-        """Return the output of one query block, which is there already: `[h, s, V]`."""
-        return value
-
-
-def _walk_keys(
-    form: _Absorbed | _Expanded, request: Request, heads: slice, queries: list[slice], job: Job
-) -> list[Running]:
-    """Walk the keys for one block of heads; one running result per block of queries."""
-    visibility = request.visibility
-    running = [Running() for _ in queries]
-    for keys in blocks(visibility.end, job.plan.keys, visibility.begin):
-        loaded = False
-        for i, where in enumerate(queries):
-            tile = visibility.tile(heads, where, keys)
-            if tile is None:
-                continue
-            if not loaded:
-                form.load(*request.rows(keys, job.compute))
-                loaded = True
-            count = tile.keys.stop - tile.keys.start
-            shape = (heads.stop - heads.start, where.stop - where.start, count)
-            scores = form.scores(i, shape)
-            lse = tile_softmax(scores, tile)
-            weights = job.low(shape)
-            if weights.dtype != scores.dtype:
-                weights.copy_(scores)
-            running[i].add(form.values(weights), lse)
-    return running
-
-
-def _attend(
-    request: Request, w_kv_b: Tensor, sinks: Tensor | None, job: Job, out: Tensor, lse: Tensor
-) -> None:
-    """Attend for one request, into out `[H, S, V]` and lse `[H, S]`."""
-    queries = list(blocks(request.query.shape[1], job.plan.queries))
-    form_of = _Expanded if job.plan.expand else _Absorbed
-    for heads in blocks(job.dims.num_heads, job.plan.heads):
-        form = form_of(request.query[heads].to(job.compute), job.weights_of(heads, w_kv_b), job)
-        sink = None if sinks is None else sinks[heads, None, None].to(lse.dtype)
-        for where, running in zip(
-            queries, _walk_keys(form, request, heads, queries, job), strict=True
-        ):
-            merged = running.result(sink)
-            if merged is None:
-                out[heads, where] = 0.0
-                lse[heads, where] = float("-inf") if sink is None else sink[..., 0]
-            else:
-                out[heads, where] = form.finish(merged[0].to(job.compute))
-                lse[heads, where] = merged[1][..., 0]
 
 
 def _prepare(
@@ -176,8 +50,7 @@ def _prepare(
     requests = [
         Request(
             query[b],
-            kv_c[b],
-            k_pe[b],
+            DenseRows(kv_c[b], k_pe[b]),
             Visibility(
                 num_queries,
                 kv_c.shape[1],
@@ -227,8 +100,9 @@ class TiledBackend:
         job, requests = _prepare(query, kv_c, k_pe, w_kv_b, options, expand=None)
         out = query.new_empty(*query.shape[:3], job.dims.v_head_dim)
         lse = query.new_empty(query.shape[:3], dtype=job.stats)
+        form_of = form_from_latents(w_kv_b, job)
         for request, out_b, lse_b in zip(requests, out, lse, strict=True):
-            _attend(request, w_kv_b, options.sinks, job, out_b, lse_b)
+            attend(request, form_of, options.sinks, job, out_b, lse_b)
         return out, lse
 
     def mla_attention_backward(

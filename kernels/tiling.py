@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import MLADims, stat_dtype
+from mla_ops.kernels.rows import Rows, RowSource
 
 __all__ = [
     "Job",
@@ -216,20 +217,21 @@ class Request(NamedTuple):
 
     Attributes:
         query: `[H, S, P+R]`.
-        kv_c: `[T, L]`.
-        k_pe: `[T, R]`.
+        source: its keys.
         visibility: which query sees which key.
     """
 
     query: Tensor
-    kv_c: Tensor
-    k_pe: Tensor
+    source: RowSource
     visibility: Visibility
 
-    def rows(self, keys: slice, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return one tile of the latents and of the rotary keys, in the compute dtype."""
-        clean = self.visibility.clean
-        return clean(self.kv_c[keys].to(compute), keys), clean(self.k_pe[keys].to(compute), keys)
+    def tiles(self, size: int) -> Iterator[slice]:
+        """Cut the keys that may be visible into tiles of at most `size`."""
+        return self.source.tiles(self.visibility.begin, self.visibility.end, size)
+
+    def rows(self, keys: slice, compute: torch.dtype) -> Rows:
+        """Return one tile, in the compute dtype; keys that no query sees are zero."""
+        return self.visibility.clean(self.source.load(keys, compute), keys)
 
 
 class Tile(NamedTuple):
@@ -307,14 +309,17 @@ class Visibility:
             dead |= ~seen.any(dim=1).any(dim=0)
         return None if self._on_host and not bool(dead.any()) else dead
 
-    def clean(self, rows: Tensor, keys: slice) -> Tensor:
+    def clean(self, rows: Rows, keys: slice) -> Rows:
         """Zero the rows that no query sees: they may hold NaN, and 0 * NaN is NaN.
 
         Args:
-            rows: `[C, width]`, one tile of the latents or of the rotary keys.
-            keys: the tile.
+            rows: one tile.
+            keys: where it lies.
         """
-        return rows if self._dead is None else rows.masked_fill(self._dead[keys, None], 0.0)
+        if self._dead is None:
+            return rows
+        dead = self._dead[keys, None]
+        return Rows(rows.latent.masked_fill(dead, 0.0), rows.rope.masked_fill(dead, 0.0), None)
 
     def tile(self, heads: slice, queries: slice, keys: slice) -> Tile | None:
         """Describe one tile, or return None when nothing of it is visible.

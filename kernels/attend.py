@@ -1,0 +1,188 @@
+"""The walk over the keys of one request, in the absorbed and in the expanded form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mla_ops.dims import split_kv_b
+from mla_ops.kernels.rows import Rows
+from mla_ops.kernels.tiling import Job, Request, Running, blocks, tile_softmax
+
+__all__ = ["Absorbed", "Expanded", "Form", "attend", "form_from_latents"]
+
+
+class Form(Protocol):
+    """How keys and values of a tile come about, for one block of heads."""
+
+    def load(self, rows: Rows) -> None:
+        """Take a tile's rows."""
+        ...
+
+    def scores(self, block: int, shape: tuple[int, int, int]) -> Tensor:
+        """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
+        ...
+
+    def values(self, weights: Tensor) -> Tensor:
+        """Return a tile's result for weights `[h, s, C]`."""
+        ...
+
+    def finish(self, value: Tensor) -> Tensor:
+        """Return the output of one query block: `[h, s, V]`."""
+        ...
+
+
+class Absorbed:
+    """Keys and values are the latent rows; the up projections act on queries and results."""
+
+    def __init__(self, query: Tensor, w_kv_b: Tensor, job: Job) -> None:
+        dims = job.dims
+        w_uk, w_uv = split_kv_b(w_kv_b, query.shape[0], dims.qk_nope_head_dim)
+        self._w_uv = w_uv.contiguous()  # bmm would copy the strided view itself, transposed
+        nope, rope = query.split([dims.qk_nope_head_dim, dims.qk_rope_head_dim], dim=-1)
+        latent = torch.bmm(nope, w_uk)  # [h, S, L]
+        rows = torch.cat([latent, rope], dim=-1)
+        self._queries = [rows[:, s].flatten(0, 1) for s in blocks(rows.shape[1], job.plan.queries)]
+        self._job = job
+
+    def load(self, rows: Rows) -> None:
+        """Take a tile's rows as they lie."""
+        self._rows = rows
+
+    def scores(self, block: int, shape: tuple[int, int, int]) -> Tensor:
+        """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
+        job, query = self._job, self._queries[block]
+        scores, low = job.scores(shape), job.low(shape)
+        flat, flat_low = scores.flatten(0, 1), low.flatten(0, 1)
+        if self._rows.packed is not None:
+            keys = self._rows.packed[: shape[2]].t()
+            torch.addmm(flat_low, query, keys, beta=0, alpha=job.scale, out=flat_low)
+            return scores if low.dtype == scores.dtype else scores.copy_(low)
+        q_latent, q_rope = query.split([job.dims.kv_lora_rank, job.dims.qk_rope_head_dim], dim=-1)
+        keys, rope_keys = self._rows.latent[: shape[2]].t(), self._rows.rope[: shape[2]].t()
+        torch.addmm(flat_low, q_latent, keys, beta=0, alpha=job.scale, out=flat_low)
+        if low.dtype == scores.dtype:
+            flat.addmm_(q_rope, rope_keys, alpha=job.scale)
+        else:
+            flat.copy_(flat_low)
+            torch.addmm(flat_low, q_rope, rope_keys, beta=0, alpha=job.scale, out=flat_low)
+            flat.add_(flat_low)
+        return scores
+
+    def values(self, weights: Tensor) -> Tensor:
+        """Return a tile's result for weights `[h, s, C]`: `[h, s, L]`."""
+        rows, rank = self._rows, self._job.dims.kv_lora_rank
+        # A whole row is contiguous, its first part is not, and matmul would copy it.
+        keys = rows.latent if rows.packed is None else rows.packed
+        flat = torch.mm(weights.flatten(0, 1), keys[: weights.shape[2]])
+        return flat.view(*weights.shape[:2], flat.shape[-1])[..., :rank]
+
+    def finish(self, value: Tensor) -> Tensor:
+        """Return the output of one query block: `[h, s, V]`."""
+        return torch.bmm(value, self._w_uv.transpose(1, 2))
+
+
+class Expanded:
+    """Keys and values of one tile are made from the latents in scratch, used, and overwritten."""
+
+    def __init__(self, query: Tensor, w_kv_b: Tensor, job: Job) -> None:
+        self._queries = [query[:, s].contiguous() for s in blocks(query.shape[1], job.plan.queries)]
+        self._w_kv_b = w_kv_b
+        self._job = job
+
+    def load(self, rows: Rows) -> None:
+        """Expand a tile's rows."""
+        self._keys, self._values = self._job.expand(rows.latent, rows.rope, self._w_kv_b)
+
+    def scores(self, block: int, shape: tuple[int, int, int]) -> Tensor:
+        """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
+        scores, low = self._job.scores(shape), self._job.low(shape)
+        keys = self._keys[:, : shape[2]].transpose(1, 2)
+        torch.baddbmm(low, self._queries[block], keys, beta=0, alpha=self._job.scale, out=low)
+        return scores if low.dtype == scores.dtype else scores.copy_(low)
+
+    def values(self, weights: Tensor) -> Tensor:
+        """Return a tile's result for weights `[h, s, C]`: `[h, s, V]`."""
+        return torch.bmm(weights, self._values[:, : weights.shape[2]])
+
+    def finish(self, value: Tensor) -> Tensor:
+        """Return the output of one query block, which is there already: `[h, s, V]`."""
+        return value
+
+
+def _walk_keys(
+    form: Form, request: Request, heads: slice, queries: list[slice], job: Job
+) -> list[Running]:
+    """Walk the keys for one block of heads; one running result per block of queries."""
+    visibility = request.visibility
+    running = [Running() for _ in queries]
+    for keys in request.tiles(job.plan.keys):
+        loaded = False
+        for i, where in enumerate(queries):
+            tile = visibility.tile(heads, where, keys)
+            if tile is None:
+                continue
+            if not loaded:
+                form.load(request.rows(keys, job.compute))
+                loaded = True
+            count = tile.keys.stop - tile.keys.start
+            shape = (heads.stop - heads.start, where.stop - where.start, count)
+            scores = form.scores(i, shape)
+            lse = tile_softmax(scores, tile)
+            weights = job.low(shape)
+            if weights.dtype != scores.dtype:
+                weights.copy_(scores)
+            running[i].add(form.values(weights), lse)
+    return running
+
+
+def attend(
+    request: Request,
+    form_of: Callable[[Tensor, slice], Form],
+    sinks: Tensor | None,
+    job: Job,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend for one request.
+
+    Args:
+        request: query, keys and who sees whom.
+        form_of: makes the form for a block of queries and its heads.
+        sinks: `[H]` or None.
+        job: the call.
+        out: `[H, S, V]`, written.
+        lse: `[H, S]`, written.
+    """
+    queries = list(blocks(request.query.shape[1], job.plan.queries))
+    for heads in blocks(job.dims.num_heads, job.plan.heads):
+        form = form_of(request.query[heads].to(job.compute), heads)
+        sink = None if sinks is None else sinks[heads, None, None].to(lse.dtype)
+        for where, running in zip(
+            queries, _walk_keys(form, request, heads, queries, job), strict=True
+        ):
+            merged = running.result(sink)
+            if merged is None:
+                out[heads, where] = 0.0
+                lse[heads, where] = float("-inf") if sink is None else sink[..., 0]
+            else:
+                out[heads, where] = form.finish(merged[0].to(job.compute))
+                lse[heads, where] = merged[1][..., 0]
+
+
+def form_from_latents(w_kv_b: Tensor, job: Job) -> Callable[[Tensor, slice], Form]:
+    """Return what makes the plan's form for a block of heads.
+
+    Args:
+        w_kv_b: `[H*(P+V), L]`.
+        job: the call; its plan says whether to expand.
+    """
+    kind = Expanded if job.plan.expand else Absorbed
+
+    def make(query: Tensor, heads: slice) -> Form:
+        return kind(query, job.weights_of(heads, w_kv_b), job)
+
+    return make
