@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mla_ops.dims import split_kv_b
-from mla_ops.kernels.rows import Rows
+from mla_ops.kernels.rows import ExpandedRows, Rows
 from mla_ops.kernels.tiling import Job, Request, Running, blocks, tile_softmax
 
 __all__ = ["Absorbed", "Expanded", "Form", "attend", "form_from_latents"]
@@ -18,7 +18,7 @@ __all__ = ["Absorbed", "Expanded", "Form", "attend", "form_from_latents"]
 class Form(Protocol):
     """How keys and values of a tile come about, for one block of heads."""
 
-    def load(self, rows: Rows) -> None:
+    def load(self, rows: Any) -> None:
         """Take a tile's rows."""
         ...
 
@@ -86,16 +86,23 @@ class Absorbed:
 
 
 class Expanded:
-    """Keys and values of one tile are made from the latents in scratch, used, and overwritten."""
+    """Keys and values of one tile are laid out in scratch, used, and overwritten.
 
-    def __init__(self, query: Tensor, w_kv_b: Tensor, job: Job) -> None:
+    They are made from the latents, or copied where they are given.
+    """
+
+    def __init__(self, query: Tensor, w_kv_b: Tensor | None, heads: slice, job: Job) -> None:
         self._queries = [query[:, s].contiguous() for s in blocks(query.shape[1], job.plan.queries)]
-        self._w_kv_b = w_kv_b
+        self._w_kv_b, self._heads = w_kv_b, heads
         self._job = job
 
-    def load(self, rows: Rows) -> None:
-        """Expand a tile's rows."""
-        self._keys, self._values = self._job.expand(rows.latent, rows.rope, self._w_kv_b)
+    def load(self, rows: Rows | ExpandedRows) -> None:
+        """Expand a tile's rows, or take the heads of expanded ones."""
+        if isinstance(rows, Rows) and self._w_kv_b is not None:
+            self._keys, self._values = self._job.expand(rows.latent, rows.rope, self._w_kv_b)
+        elif isinstance(rows, ExpandedRows):
+            nope, value = rows.nope[:, self._heads], rows.value[:, self._heads]
+            self._keys, self._values = self._job.place(nope, rows.rope, value)
 
     def scores(self, block: int, shape: tuple[int, int, int]) -> Tensor:
         """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
@@ -180,9 +187,13 @@ def form_from_latents(w_kv_b: Tensor, job: Job) -> Callable[[Tensor, slice], For
         w_kv_b: `[H*(P+V), L]`.
         job: the call; its plan says whether to expand.
     """
-    kind = Expanded if job.plan.expand else Absorbed
 
     def make(query: Tensor, heads: slice) -> Form:
-        return kind(query, job.weights_of(heads, w_kv_b), job)
+        weights = job.weights_of(heads, w_kv_b)
+        return (
+            Expanded(query, weights, heads, job)
+            if job.plan.expand
+            else Absorbed(query, weights, job)
+        )
 
     return make

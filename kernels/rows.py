@@ -11,7 +11,17 @@ from torch import Tensor
 from mla_ops.dims import MLADims
 from mla_ops.errors import InvalidInputError
 
-__all__ = ["ChainedRows", "DenseRows", "PagedCache", "PagedRows", "RowSource", "Rows"]
+__all__ = [
+    "ChainedRows",
+    "DenseRows",
+    "ExpandedRows",
+    "GivenRows",
+    "PagedCache",
+    "PagedRows",
+    "RowSource",
+    "Rows",
+    "flat_rows",
+]
 
 
 class Rows(NamedTuple):
@@ -28,6 +38,20 @@ class Rows(NamedTuple):
     packed: Tensor | None
 
 
+class ExpandedRows(NamedTuple):
+    """The rows of one tile when keys and values are expanded already.
+
+    Attributes:
+        nope: `[C, H, P]`.
+        rope: `[C, R]`.
+        value: `[C, H, V]`.
+    """
+
+    nope: Tensor
+    rope: Tensor
+    value: Tensor
+
+
 class RowSource(Protocol):
     """The keys of one request."""
 
@@ -35,7 +59,7 @@ class RowSource(Protocol):
         """Cut `[begin, end)` into tiles of at most `size` keys, as the source likes them."""
         ...
 
-    def load(self, keys: slice, compute: torch.dtype) -> Rows:
+    def load(self, keys: slice, compute: torch.dtype) -> Rows | ExpandedRows:
         """Return one tile, a view where it can be; valid until the next call."""
         ...
 
@@ -64,11 +88,59 @@ class DenseRows(NamedTuple):
         return Rows(self.kv_c[keys].to(compute), self.k_pe[keys].to(compute), None)
 
 
+class GivenRows(NamedTuple):
+    """Keys and values of one request that are expanded already.
+
+    Attributes:
+        nope: `[T, H, P]`.
+        rope: `[T, R]`.
+        value: `[T, H, V]`.
+    """
+
+    nope: Tensor
+    rope: Tensor
+    value: Tensor
+
+    def tiles(self, begin: int, end: int, size: int) -> Iterator[slice]:
+        """Cut evenly."""
+        return _cut(begin, end, size)
+
+    def load(self, keys: slice, compute: torch.dtype) -> ExpandedRows:
+        """Return views, converted where the dtypes differ."""
+        return ExpandedRows(*(t[keys].to(compute) for t in self))
+
+
+def flat_rows(kv_cache: Tensor) -> tuple[Tensor, int]:
+    """View a paged cache as rows.
+
+    Args:
+        kv_cache: `[num_blocks, block_size, L+R]`.
+
+    Returns:
+        `[rows, L+R]`, the same memory, and the rows from one block to the next.
+
+    Raises:
+        InvalidInputError: rows are not contiguous, or blocks not a whole number of rows apart.
+    """
+    num_blocks, block_size, width = kv_cache.shape
+    stride = kv_cache.stride(0) if num_blocks > 1 else block_size * width
+    inner = block_size <= 1 or kv_cache.stride(1) == width
+    if (width > 1 and kv_cache.stride(2) != 1) or not inner or stride % width:
+        raise InvalidInputError(
+            "kv_cache must have contiguous rows, one after the other within a block, and blocks a "
+            f"whole number of rows apart; got shape {tuple(kv_cache.shape)} with strides "
+            f"{kv_cache.stride()}"
+        )
+    pitch = stride // width
+    total = (num_blocks - 1) * pitch + block_size if num_blocks else 0
+    return kv_cache.as_strided((total, width), (width, 1), kv_cache.storage_offset()), pitch
+
+
 class PagedCache:
     """A paged cache and the scratch that scattered rows are gathered into."""
 
     def __init__(
-        self, kv_cache: Tensor, dims: MLADims, scale: float | None, compute: torch.dtype, rows: int
+        self, kv_cache: Tensor, dims: MLADims, scale: Tensor | None, compute: torch.dtype, rows: int
     ) -> None:
         """Allocate the scratch.
 
@@ -76,21 +148,17 @@ class PagedCache:
             kv_cache: `[num_blocks, block_size, L+R]`; rows contiguous, blocks a whole number of
                 rows apart.
             dims: widths of the layer.
-            scale: factor on the stored values, None for 1.
+            scale: one element, factor on the stored values; None for 1.
             compute: dtype of the gathered rows.
             rows: most rows of one tile.
         """
-        self.num_blocks, self.block_size, width = kv_cache.shape
-        stride = flat_stride(kv_cache)
-        self.dims, self.scale = dims, scale
-        self.pitch = stride // width  # rows from one block to the next
-        total = (self.num_blocks - 1) * self.pitch + self.block_size if self.num_blocks else 0
-        self.flat = kv_cache.as_strided((total, width), (width, 1))
+        self.block_size, width = kv_cache.shape[1:]
+        self.dims = dims
+        self.scale = scale if kv_cache.dtype.itemsize == 1 else None
+        self.flat, self.pitch = flat_rows(kv_cache)
         self._gathered = kv_cache.new_empty(rows, width)
         self._converted = (
-            None
-            if compute == kv_cache.dtype and scale is None
-            else kv_cache.new_empty(rows, width, dtype=compute)
+            None if compute == kv_cache.dtype else kv_cache.new_empty(rows, width, dtype=compute)
         )
 
     def load(self, table: Tensor, keys: slice) -> Rows:
@@ -100,17 +168,15 @@ class PagedCache:
         """
         first, last = keys.start // self.block_size, (keys.stop - 1) // self.block_size + 1
         pages = table[first:last].long()
-        count = keys.stop - keys.start
-        offset = keys.start - first * self.block_size
-        consecutive = self.pitch == self.block_size and bool((pages.diff() == 1).all())
-        if pages.numel() == 1 or consecutive:
-            begin = int(pages[0]) * self.pitch + offset
-            rows = self.flat[begin : begin + count]
+        count, offset = keys.stop - keys.start, keys.start - first * self.block_size
+        begin = self._view_begin(pages)
+        if begin is not None:
+            rows = self.flat[begin + offset : begin + offset + count]
         else:
-            position = torch.arange(offset, offset + count)
+            position = torch.arange(offset, offset + count, device=pages.device)
             ids = pages[position // self.block_size] * self.pitch + position % self.block_size
             rows = self._gathered[:count]
-            torch.index_select(self.flat, 0, ids.to(self.flat.device), out=rows)
+            torch.index_select(_bytes(self.flat), 0, ids, out=_bytes(rows))
         if self._converted is not None:
             rows = self._converted[:count].copy_(rows)
             if self.scale is not None:
@@ -118,26 +184,20 @@ class PagedCache:
         latent, rope = rows.split([self.dims.kv_lora_rank, self.dims.qk_rope_head_dim], dim=-1)
         return Rows(latent, rope, rows)
 
+    def _view_begin(self, pages: Tensor) -> int | None:
+        """Return the first row of pages that follow one another in memory, None for others."""
+        if pages.device.type != "cpu":
+            return None  # reading the table would be a host sync
+        if pages.numel() > 1 and (
+            self.pitch != self.block_size or not bool((pages.diff() == 1).all())
+        ):
+            return None
+        return int(pages[0]) * self.pitch
 
-def flat_stride(kv_cache: Tensor) -> int:
-    """Return the distance of two blocks in elements, or refuse a layout that is not rows.
 
-    Args:
-        kv_cache: `[num_blocks, block_size, L+R]`.
-
-    Raises:
-        InvalidInputError: rows are not contiguous, or blocks not a whole number of rows apart.
-    """
-    width = kv_cache.shape[2]
-    stride = kv_cache.stride(0) if kv_cache.shape[0] > 1 else kv_cache.shape[1] * width
-    inner = kv_cache.shape[1] <= 1 or kv_cache.stride(1) == width
-    if (width > 1 and kv_cache.stride(2) != 1) or not inner or stride % width:
-        raise InvalidInputError(
-            "kv_cache must have contiguous rows, one after the other within a block, and blocks a "
-            f"whole number of rows apart; got shape {tuple(kv_cache.shape)} with strides "
-            f"{kv_cache.stride()}"
-        )
-    return int(stride)
+def _bytes(rows: Tensor) -> Tensor:
+    """View fp8 as bytes: not every kernel knows the dtype."""
+    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
 
 
 class PagedRows(NamedTuple):

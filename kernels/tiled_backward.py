@@ -91,7 +91,8 @@ def _walk_keys(
     count, pair = heads.stop - heads.start, dims.qk_nope_head_dim + dims.v_head_dim
     grad_w = grads.w_kv_b[heads.start * pair : heads.stop * pair]
     for where in request.tiles(job.plan.keys):
-        latent, rope, _ = request.rows(where, job.compute)
+        rows = request.rows(where, job.compute)
+        latent, rope = rows[0], rows[1]
         keys, values = job.expand(latent, rope, w_kv_b)
         grad_k = torch.zeros_like(keys, dtype=job.stats)
         grad_v = torch.zeros_like(values, dtype=job.stats)

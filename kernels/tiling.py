@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import MLADims, stat_dtype
-from mla_ops.kernels.rows import Rows, RowSource
+from mla_ops.kernels.rows import ExpandedRows, Rows, RowSource
 
 __all__ = [
     "Job",
@@ -196,11 +196,26 @@ class Job:
         tokens, heads = latent.shape[0], w_kv_b.shape[0] // (nope + value)
         pair = _view(self._pair, (tokens, w_kv_b.shape[0]))
         torch.mm(latent, w_kv_b.t(), out=pair)
-        k_nope, v = pair.view(tokens, heads, -1).transpose(0, 1).split([nope, value], dim=-1)
+        k_nope, v = pair.view(tokens, heads, -1).split([nope, value], dim=-1)
+        return self.place(k_nope, rope, v)
+
+    def place(self, nope: Tensor, rope: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Lay the keys and values of one tile out by head, in the scratch.
+
+        Args:
+            nope: `[C, h, P]`.
+            rope: `[C, R]`.
+            value: `[C, h, V]`.
+
+        Returns:
+            As `expand`.
+        """
+        tokens, heads, width = nope.shape
         keys = _view(self._keys, (heads, tokens, self.dims.qk_head_dim))
-        keys[..., :nope].copy_(k_nope)
-        keys[..., nope:].copy_(rope)
-        return keys, _view(self._values, (heads, tokens, value)).copy_(v)
+        keys[..., :width].copy_(nope.transpose(0, 1))
+        keys[..., width:].copy_(rope)
+        values = _view(self._values, (heads, tokens, value.shape[2]))
+        return keys, values.copy_(value.transpose(0, 1))
 
     def weights_of(self, heads: slice, w_kv_b: Tensor) -> Tensor:
         """Return the rows of `w_kv_b` that belong to a block of heads, in the compute dtype."""
@@ -229,9 +244,10 @@ class Request(NamedTuple):
         """Cut the keys that may be visible into tiles of at most `size`."""
         return self.source.tiles(self.visibility.begin, self.visibility.end, size)
 
-    def rows(self, keys: slice, compute: torch.dtype) -> Rows:
-        """Return one tile, in the compute dtype; keys that no query sees are zero."""
-        return self.visibility.clean(self.source.load(keys, compute), keys)
+    def rows(self, keys: slice, compute: torch.dtype) -> Rows | ExpandedRows:
+        """Return one tile, in the compute dtype; latents that no query sees are zero."""
+        rows = self.source.load(keys, compute)
+        return self.visibility.clean(rows, keys) if isinstance(rows, Rows) else rows
 
 
 class Tile(NamedTuple):

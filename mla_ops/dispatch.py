@@ -95,6 +95,19 @@ class AttentionOptions(NamedTuple):
     workspace_tokens: int | None
 
 
+class PagedBatch(NamedTuple):
+    """A batch over a paged cache; see `mla_ops.mla_paged_attention`."""
+
+    kv_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    host: Tensor | None
+    kv_scale: Tensor | None
+    softmax_scale: float
+    workspace_tokens: int | None
+
+
 @runtime_checkable
 class Backend(Protocol):
     """What a backend offers. Arguments arrive validated; results are fresh and contiguous."""
