@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import MLADims
-from mla_ops.dispatch import AttentionOptions, Call, Capabilities
+from mla_ops.dispatch import AttentionOptions, Call, Capabilities, PagedBatch
+from mla_ops.kernels import tiled_paged
 from mla_ops.kernels.attend import attend, form_from_latents
-from mla_ops.kernels.rows import DenseRows
+from mla_ops.kernels.rows import DenseRows, GivenRows
 from mla_ops.kernels.tiled_backward import Gradients, attend_backward
 from mla_ops.kernels.tiling import Job, Request, Visibility, compute_dtype, plan_tiles
 
@@ -80,7 +81,19 @@ class TiledBackend:
 
     name = "tiled"
     capabilities = Capabilities(
-        ops=frozenset({"mla_attention", "mla_attention_backward"}),
+        ops=frozenset(
+            {
+                "gather_kv_cache",
+                "merge_attn_states",
+                "mla_attention",
+                "mla_attention_backward",
+                "mla_chunked_prefill",
+                "mla_decode",
+                "mla_paged_attention",
+                "mla_prefill",
+                "update_kv_cache",
+            }
+        ),
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
     )
 
@@ -142,3 +155,50 @@ class TiledBackend:
             grad_sinks = -(share * delta).sum(dim=(0, 2)).to(sinks.dtype)
         dq, dc, dp, dw = (g.to(query.dtype) for g in grads)
         return dq, dc, dp, dw, grad_sinks
+
+    def mla_prefill(
+        self,
+        query: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]` of ragged attention over expanded keys and values."""
+        del max_seqlen_q, max_seqlen_k  # the lengths themselves are read
+        given = GivenRows(k_nope, k_pe, value)
+        return tiled_paged.ragged_prefill(
+            query, given, cu_seqlens_q, cu_seqlens_k, softmax_scale, is_causal
+        )
+
+    def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the cache too."""
+        decodes = batch.seq_lens.shape[0]
+        return tiled_paged.paged_attention(query, None, None, w_kv_b, batch, decodes)
+
+    def mla_chunked_prefill(
+        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, batch: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the activations."""
+        return tiled_paged.paged_attention(query, kv_c, k_pe, w_kv_b, batch, 0)
+
+    def mla_paged_attention(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        batch: PagedBatch,
+        num_decodes: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]` of a mixed batch, decodes first."""
+        return tiled_paged.paged_attention(query, kv_c, k_pe, w_kv_b, batch, num_decodes)
+
+    merge_attn_states = staticmethod(tiled_paged.merge)
+    update_kv_cache = staticmethod(tiled_paged.write)
+    gather_kv_cache = staticmethod(tiled_paged.gather)

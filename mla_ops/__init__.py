@@ -9,7 +9,17 @@ from __future__ import annotations
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from mla_ops.attention import MLAOutput, mla_attention
+from mla_ops.attention import (
+    MLAOutput,
+    gather_kv_cache,
+    merge_attn_states,
+    mla_attention,
+    mla_chunked_prefill,
+    mla_decode,
+    mla_paged_attention,
+    mla_prefill,
+    update_kv_cache,
+)
 from mla_ops.dims import MLADims
 from mla_ops.dispatch import (
     Backend,
@@ -27,6 +37,7 @@ from mla_ops.errors import (
     RewriteError,
     UnsupportedInputError,
 )
+from mla_ops.metadata import BatchOrder, MLAMetadata, build_metadata, reorder_batch
 
 if TYPE_CHECKING:
     from mla_ops.hf.patch import patch, report, unpatch
@@ -40,21 +51,32 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Backend",
     "BackendUnavailableError",
+    "BatchOrder",
     "Capabilities",
     "InvalidInputError",
     "MLADims",
+    "MLAMetadata",
     "MLAOpsError",
     "MLAOutput",
     "PatchError",
     "RewriteError",
     "UnsupportedInputError",
     "available_backends",
+    "build_metadata",
+    "gather_kv_cache",
     "get_backend",
+    "merge_attn_states",
     "mla_attention",
+    "mla_chunked_prefill",
+    "mla_decode",
+    "mla_paged_attention",
+    "mla_prefill",
     "patch",
     "register_backend",
+    "reorder_batch",
     "report",
     "unpatch",
+    "update_kv_cache",
     "use_backend",
 ]
 

@@ -73,7 +73,7 @@ def plan_chunks(context_lens: Sequence[int], workspace_tokens: int) -> ChunkPlan
         )
     ends = np.cumsum(lens)
     total = int(ends[-1]) if lens.size else 0
-    # Every end of a context and every cut begins a new piece; a piece lies in one request and chunk.
+    # Every end of a context and every cut begins a piece; a piece lies in one request and chunk.
     pieces = np.union1d(ends, np.arange(0, total, workspace_tokens))
     begin, stop = pieces[:-1][pieces[:-1] < total], pieces[1:][pieces[:-1] < total]
     request = np.searchsorted(ends, begin, side="right")

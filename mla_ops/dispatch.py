@@ -144,6 +144,78 @@ class Backend(Protocol):
         """Return the gradients of query, kv_c, k_pe, w_kv_b and sinks (empty without sinks)."""
         ...
 
+    def mla_prefill(
+        self,
+        query: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `out` `[T, H, V]` and `lse` `[H, T]`."""
+        ...
+
+    def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        """Return `out` `[T, H, V]` and `lse` `[H, T]`."""
+        ...
+
+    def mla_chunked_prefill(
+        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, batch: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return `out` `[T, H, V]` and `lse` `[H, T]`."""
+        ...
+
+    def mla_paged_attention(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        batch: PagedBatch,
+        num_decodes: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `out` `[T, H, V]` and `lse` `[H, T]`; tokens of no request are 0 and -inf."""
+        ...
+
+    def merge_attn_states(
+        self,
+        prefix_out: Tensor,
+        prefix_lse: Tensor,
+        suffix_out: Tensor,
+        suffix_lse: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """Write the merged result into `out` and return its lse `[H, T]`."""
+        ...
+
+    def update_kv_cache(
+        self,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_scale: Tensor | None,
+    ) -> None:
+        """Write new rows into the cache; slots below 0 are skipped."""
+        ...
+
+    def gather_kv_cache(
+        self,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_k: Tensor,
+        seq_starts: Tensor,
+        workspace: Tensor,
+        kv_scale: Tensor | None,
+    ) -> None:
+        """Copy cached rows into the workspace."""
+        ...
+
 
 class ReferenceBackend:
     """The oracle as a backend: slow, materialises everything, right. Never chosen by `auto`."""

@@ -1,13 +1,8 @@
-"""The torch ops of the package: schemas, fake rules, autograd, vmap, autocast.
+"""Dense attention as an op: schema, fake rule, autograd, vmap, autocast.
 
-This is the only module that talks to `torch.library`. Every op has tensors and scalars in its
-schema, a fixed number of results, fresh contiguous results, and one boundary: its body validates,
-picks a backend and calls one method of it.
-
-Registration is `Library.define` with one implementation for all devices, the cheapest form at call
-time that `opcheck` and AOTAutograd accept. The op has an autograd formula, which a compiled graph
-uses; eager code goes through an `autograd.Function` in `setup_context` style, since only that form
-serves `torch.func.grad` and `vmap(grad)`.
+The op has an autograd formula, which a compiled graph uses; eager code goes through an
+`autograd.Function` in `setup_context` style, since only that form serves `torch.func.grad` and
+`vmap(grad)`.
 """
 
 from __future__ import annotations
@@ -22,19 +17,19 @@ from torch import Tensor
 from mla_ops.dims import stat_dtype
 from mla_ops.dispatch import AttentionOptions, Call, select
 from mla_ops.errors import InvalidInputError, UnsupportedInputError
+from mla_ops.ops.library import LIB, needs_autograd
 from mla_ops.validation import check_mla_attention
 
 __all__ = ["mla_attention"]
 
-_LIB = torch.library.Library("mla_ops", "FRAGMENT")  # ops vanish when it is collected
 
 _TENSORS = "Tensor query, Tensor kv_c, Tensor k_pe, Tensor w_kv_b"
 _OPTIONS = (
     "Tensor? attn_mask, Tensor? kv_bounds, Tensor? sinks, "
     "float softmax_scale, bool is_causal, int? workspace_tokens"
 )
-_LIB.define(f"mla_attention({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)")
-_LIB.define(
+LIB.define(f"mla_attention({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)")
+LIB.define(
     f"mla_attention_backward(Tensor grad_out, Tensor? grad_lse, {_TENSORS}, Tensor out, Tensor lse,"
     f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -227,23 +222,23 @@ def _forward_autocast(*args: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-_LIB.impl("mla_attention", _forward, "CompositeExplicitAutograd")
-_LIB.impl("mla_attention_backward", _backward, "CompositeExplicitAutograd")
+LIB.impl("mla_attention", _forward, "CompositeExplicitAutograd")
+LIB.impl("mla_attention_backward", _backward, "CompositeExplicitAutograd")
 for _key in _AUTOCAST_KEYS.values():
-    _LIB.impl("mla_attention", _forward_autocast, _key)
-torch.library.register_fake("mla_ops::mla_attention", _forward_fake, lib=_LIB)
-torch.library.register_fake("mla_ops::mla_attention_backward", _backward_fake, lib=_LIB)
+    LIB.impl("mla_attention", _forward_autocast, _key)
+torch.library.register_fake("mla_ops::mla_attention", _forward_fake, lib=LIB)
+torch.library.register_fake("mla_ops::mla_attention_backward", _backward_fake, lib=LIB)
 torch.library.register_autograd(
     "mla_ops::mla_attention",
     functools.partial(_pull_back, _backward_op),
     setup_context=_setup_context,
-    lib=_LIB,
+    lib=LIB,
 )
 torch.library.register_autograd(
-    "mla_ops::mla_attention_backward", _refuse_second_derivative, lib=_LIB
+    "mla_ops::mla_attention_backward", _refuse_second_derivative, lib=LIB
 )
-torch.library.register_vmap("mla_ops::mla_attention", _vmap_forward, lib=_LIB)
-torch.library.register_vmap("mla_ops::mla_attention_backward", _vmap_backward, lib=_LIB)
+torch.library.register_vmap("mla_ops::mla_attention", _vmap_forward, lib=LIB)
+torch.library.register_vmap("mla_ops::mla_attention_backward", _vmap_backward, lib=LIB)
 
 
 def mla_attention(*args: Any) -> tuple[Tensor, Tensor]:
@@ -261,19 +256,9 @@ def mla_attention(*args: Any) -> tuple[Tensor, Tensor]:
         return out, lse
     if torch.is_autocast_enabled(args[0].device.type):
         args = _autocast(args)
-    if _needs_autograd(args):
+    if needs_autograd((*args[:5], args[6])):
         out, lse = _Attention.apply(*args)  # type: ignore[no-untyped-call]
         return out, lse
     with torch._C._AutoDispatchBelowAutograd():
         out, lse = _forward_op(*args)
     return out, lse
-
-
-def _needs_autograd(args: tuple[Any, ...]) -> bool:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    return torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*args[:5], args[6])
-    )
