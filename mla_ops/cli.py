@@ -63,9 +63,10 @@ def main() -> None:
     try:
         app = build_app()
     except ImportError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("typer", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
             raise
-        sys.exit(f"mla-ops: {error.name} is not installed: {PIP_LINE}")
+        sys.exit(f"mla-ops: {package} is not installed: {PIP_LINE}")
     try:
         app()
     except MLAOpsError as error:

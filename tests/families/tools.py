@@ -89,8 +89,11 @@ def forward_logits(
 
 
 def cache_keyword(model: nn.Module) -> str:
-    """The name under which a model's forward takes its cache."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """The name under which the forward of a model, wrapped or not, takes its cache."""
+    from transformers import PreTrainedModel
+
+    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
 
 
 @contextmanager
