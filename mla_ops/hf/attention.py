@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mla_ops.attention import mla_attention
 from mla_ops.hf.masks import as_bool_mask, bounds_of
+from mla_ops.hf.paged import paged_forward
 
 __all__ = [
     "IMPLEMENTATION",
@@ -137,10 +138,15 @@ def mla_attention_forward(
             key, value = original(module, key, value)
         return _stock(module, query, key, value, attention_mask, causal, dropout, scaling, kwargs)
 
+    scale = module.scaling if scaling is None else scaling
+    indices = kwargs.get("indices")
+    if indices is None and kwargs.get("s_aux") is None:
+        out = paged_forward(module, query, key, value, scale)
+        if out is not None:
+            return out, None
     num_keys = key.shape[2]
     bounds = bounds_of(attention_mask)
     mask = None if bounds is not None else attention_mask
-    indices = kwargs.get("indices")
     if indices is not None and indices.shape[-1] < num_keys:
         mask = _select(as_bool_mask(attention_mask, query, num_keys, causal), indices, num_keys)
         bounds = None
@@ -149,7 +155,7 @@ def mla_attention_forward(
         key[:, 0],
         value[:, 0],
         module.kv_b_proj.weight,
-        softmax_scale=module.scaling if scaling is None else scaling,
+        softmax_scale=scale,
         attn_mask=mask,
         kv_bounds=bounds,
         is_causal=causal and mask is None,

@@ -1,0 +1,151 @@
+"""A transformers model over a paged latent cache: one forward for a whole mixed batch.
+
+The new tokens of all requests form one row of `input_ids` `[1, T]`, each with its own position; the
+forward runs without a transformers cache, and every MLA layer writes its new latents into its own
+paged cache and attends through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_ops.attention import mla_paged_attention, update_kv_cache
+from mla_ops.errors import InvalidInputError
+from mla_ops.metadata import MLAMetadata
+
+__all__ = ["PagedModelCache", "paged", "paged_forward"]
+
+
+@dataclass(frozen=True)
+class PagedModelCache:
+    """The paged caches of a model's MLA layers.
+
+    Attributes:
+        layers: `[num_blocks, block_size, L+R]` of each layer, by its `layer_idx`.
+        block_size: tokens per block.
+        num_blocks: blocks of each layer.
+        kv_scale: one element for an fp8 cache, else None.
+    """
+
+    layers: Mapping[int, Tensor]
+    block_size: int
+    num_blocks: int
+    kv_scale: Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        model: nn.Module,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> PagedModelCache:
+        """Allocate the caches of a model.
+
+        Args:
+            model: a transformers model with MLA layers.
+            num_blocks: blocks of each layer.
+            block_size: tokens per block.
+            dtype: of the cache; None for the model's.
+            kv_scale: one element, for fp8.
+
+        Raises:
+            InvalidInputError: the model has no MLA layer.
+        """
+        from mla_ops.hf.attention import is_mla
+
+        layers: dict[int, Tensor] = {}
+        for module in model.modules():
+            if is_mla(module):
+                attention: Any = module
+                weight = attention.kv_b_proj.weight
+                width = attention.kv_lora_rank + attention.qk_rope_head_dim
+                layers[attention.layer_idx] = torch.zeros(
+                    num_blocks, block_size, width, dtype=dtype or weight.dtype, device=weight.device
+                )
+        if not layers:
+            raise InvalidInputError(f"{type(model).__name__} has no MLA layer to allocate for")
+        return cls(layers, block_size, num_blocks, kv_scale)
+
+    def nbytes(self) -> int:
+        """Return the size of all layers in bytes."""
+        return sum(layer.nbytes for layer in self.layers.values())
+
+
+_batch: ContextVar[tuple[PagedModelCache, MLAMetadata] | None] = ContextVar(
+    "mla_ops_paged_batch", default=None
+)
+
+
+@contextmanager
+def paged(cache: PagedModelCache, metadata: MLAMetadata) -> Iterator[None]:
+    """Let every MLA layer that runs in the block use the paged cache.
+
+    The model runs `attn_implementation="mla_ops"`, on `input_ids` and `position_ids` `[1, T]` in
+    the order of the batch, with `use_cache=False`.
+
+    Args:
+        cache: the model's caches.
+        metadata: the batch.
+    """
+    token = _batch.set((cache, metadata))
+    try:
+        yield
+    finally:
+        _batch.reset(token)
+
+
+def paged_forward(
+    module: Any, query: Tensor, latent: Tensor, rope: Tensor, scaling: float
+) -> Tensor | None:
+    """Write and attend for one layer, or return None outside of a `paged` block.
+
+    Args:
+        module: the attention module.
+        query: `[1, H, T, P+R]`.
+        latent: `[1, 1, T, L]`, the new tokens'.
+        rope: `[1, 1, T, R]`.
+        scaling: factor on the scores.
+
+    Returns:
+        `[1, T, H, V]`.
+
+    Raises:
+        InvalidInputError: the batch is not one row, or the layer has no cache.
+    """
+    state = _batch.get()
+    if state is None:
+        return None
+    cache, metadata = state
+    if query.shape[0] != 1 or latent.shape[2] != query.shape[2]:
+        raise InvalidInputError(
+            "a paged forward needs input_ids of shape [1, T] and use_cache=False, got queries of "
+            f"shape {tuple(query.shape)} and {latent.shape[2]} keys"
+        )
+    if module.layer_idx not in cache.layers:
+        raise InvalidInputError(
+            f"layer {module.layer_idx} has no paged cache; there are {sorted(cache.layers)}"
+        )
+    kv_cache = cache.layers[module.layer_idx]
+    kv_c, k_pe = latent[0, 0], rope[0, 0]
+    update_kv_cache(kv_c, k_pe, kv_cache, metadata.slot_mapping, kv_scale=cache.kv_scale)
+    out, _ = mla_paged_attention(
+        query[0].transpose(0, 1),
+        kv_c,
+        k_pe,
+        module.kv_b_proj.weight,
+        kv_cache,
+        metadata,
+        softmax_scale=scaling,
+        kv_scale=cache.kv_scale,
+    )
+    return out[None]
