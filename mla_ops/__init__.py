@@ -6,7 +6,6 @@ initialisation.
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +42,10 @@ from mla_ops.metadata import BatchOrder, MLAMetadata, build_metadata, reorder_ba
 if TYPE_CHECKING:
     from mla_ops.hf.patch import patch, report, unpatch
 
-if importlib.util.find_spec("mla_ops.kernels") is None:
-    # A checkout that is not installed: the two folders lie beside this one.
-    __path__.append(str(pathlib.Path(__file__).parent.parent))
+_HERE = pathlib.Path(__file__).parent
+if not (_HERE / "kernels").is_dir():
+    # A checkout: its other two folders lie beside this one, and no other install's may be taken.
+    __path__.append(str(_HERE.parent))
 
 __version__ = "0.1.0.dev0"
 
