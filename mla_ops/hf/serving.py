@@ -164,7 +164,7 @@ class TokenBudgetRunner:
         return self._advance(batch, logits)
 
     def _schedule(self) -> list[tuple[_Request, int]]:
-        """Choose requests and how many of their tokens run: decodes first, then prompts in order."""
+        """Choose requests and how many of their tokens run: decodes first, then prompts."""
         room, batch = self.token_budget, []
         ready = sorted(self._active, key=lambda r: r.pending > 1)
         for request in ready:

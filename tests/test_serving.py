@@ -1,0 +1,154 @@
+"""The token-budget runner: a whole model over the paged cache equals one-shot generation."""
+
+from __future__ import annotations
+
+import families
+import pytest
+import torch
+
+import mla_ops
+import mla_ops.hf
+from mla_ops.errors import InvalidInputError
+from mla_ops.hf.paged import PagedModelCache, paged
+from mla_ops.hf.serving import TokenBudgetRunner
+
+LENGTHS = (37, 5, 80)  # cases.md 1: arrivals at steps 0, 2 and 3
+NEW_TOKENS = 6
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    draw = (torch.randint(3, families.VOCAB_SIZE, (n,), generator=generator) for n in LENGTHS)
+    return [ids.tolist() for ids in draw]
+
+
+@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3_yarn", "minicpm3"])
+def one_shot(request):
+    """A model, and what stock generation says: tokens, and the logits they were chosen from."""
+    model = families.FAMILIES[request.param].build()
+    model.generation_config.eos_token_id = None
+    expected = []
+    for prompt in _prompts():
+        result = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = tuple(result.sequences[0, len(prompt) :].tolist())
+        expected.append((tokens, torch.cat(result.logits)))
+    return mla_ops.patch(model), expected
+
+
+def _serve(model, **options):
+    runner = TokenBudgetRunner(model, **options)
+    prompts, done = _prompts(), {}
+    names = [runner.add(prompts[0], NEW_TOKENS)]
+    for prompt, steps in ((prompts[1], 2), (prompts[2], 1)):
+        for _ in range(steps):
+            done.update(runner.step())
+        names.append(runner.add(prompt, NEW_TOKENS))
+    done.update(runner.run())
+    return [done[name] for name in names], runner
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 16, 64, 1024])
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_tokens_do_not_depend_on_budget_or_pages(one_shot, budget, block_size):
+    model, expected = one_shot
+    for workspace in (16, 64, 65536):
+        completions, _ = _serve(
+            model,
+            token_budget=budget,
+            num_blocks=160 // block_size + 6,
+            block_size=block_size,
+            workspace_tokens=workspace,
+        )
+        for completion, (tokens, logits) in zip(completions, expected, strict=True):
+            assert completion.tokens == tokens
+            torch.testing.assert_close(completion.logits, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_are_returned_and_used_again(one_shot):
+    model, expected = one_shot
+    completions, runner = _serve(model, token_budget=64, num_blocks=40, block_size=4)
+    assert sorted(runner._free) == list(range(40))
+    assert [c.tokens for c in completions] == [tokens for tokens, _ in expected]
+
+
+def test_fp8_cache_is_close_and_not_equal(one_shot):
+    model, expected = one_shot
+    options = {"token_budget": 64, "num_blocks": 16, "block_size": 16}
+    scale = torch.tensor(0.05)
+    completions, _ = _serve(model, **options, cache_dtype=torch.float8_e4m3fn, kv_scale=scale)
+    # The first token is chosen from activations alone, the second one reads the cache.
+    exact, rounded = expected[0][1][1], completions[0].logits[1]
+    error = (rounded - exact).abs().max() / exact.abs().max()
+    assert 1e-6 < error < 0.2
+
+
+def test_a_request_that_never_fits_is_refused(one_shot):
+    model, _ = one_shot
+    runner = TokenBudgetRunner(model, token_budget=4, num_blocks=2, block_size=4)
+    with pytest.raises(InvalidInputError, match="needs 3 blocks, the cache has 2"):
+        runner.add([1] * 8, max_new_tokens=4)
+    with pytest.raises(InvalidInputError, match="at least one prompt token"):
+        runner.add([])
+
+
+def test_requests_that_block_each_other_are_reported(one_shot):
+    model, _ = one_shot
+    runner = TokenBudgetRunner(model, token_budget=8, num_blocks=2, block_size=4)
+    for _ in range(2):
+        runner.add([1, 2, 3, 4], max_new_tokens=2)
+    with pytest.raises(InvalidInputError, match="none fits"):
+        runner.run()
+
+
+def test_budget_below_one_is_refused(one_shot):
+    with pytest.raises(InvalidInputError, match="token_budget must be at least 1, got 0"):
+        TokenBudgetRunner(one_shot[0], token_budget=0, num_blocks=1, block_size=1)
+
+
+def test_a_batch_of_rows_is_refused(one_shot):
+    model, _ = one_shot
+    cache = PagedModelCache.allocate(model, num_blocks=2, block_size=4)
+    metadata = mla_ops.build_metadata([2], [2], [[0]], block_size=4, workspace_tokens=4)
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    with (
+        paged(cache, metadata),
+        torch.no_grad(),
+        pytest.raises(InvalidInputError, match=r"shape \[1, T\]"),
+    ):
+        model(input_ids=ids, use_cache=False)
+
+
+def test_a_model_without_mla_has_no_cache():
+    with pytest.raises(InvalidInputError, match="has no MLA layer"):
+        PagedModelCache.allocate(torch.nn.Linear(2, 2), num_blocks=1, block_size=1)
+
+
+def test_outside_of_the_block_nothing_is_paged(one_shot):
+    model, _ = one_shot
+    ids = families.sample_input_ids(batch=1)
+    cache = PagedModelCache.allocate(model, num_blocks=2, block_size=16)
+    with torch.no_grad():
+        before = model(input_ids=ids, use_cache=False).logits
+        metadata = mla_ops.build_metadata(
+            [ids.shape[1]], [ids.shape[1]], [[0]], block_size=16, workspace_tokens=4
+        )
+        with paged(cache, metadata):
+            inside = model(input_ids=ids, use_cache=False).logits
+        after = model(input_ids=ids, use_cache=False).logits
+    assert torch.equal(before, after)
+    torch.testing.assert_close(before, inside, rtol=1e-5, atol=1e-5)
+    assert all(bool(layer.any()) for layer in cache.layers.values())
