@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mla_ops.dims import split_kv_b
 from mla_ops.kernels.rows import ExpandedRows, Rows
-from mla_ops.kernels.tiling import Job, Request, Running, blocks, tile_softmax
+from mla_ops.kernels.softmax import Running, tile_softmax
+from mla_ops.kernels.tiling import Job, Request, blocks
 
 __all__ = ["Absorbed", "Expanded", "Form", "attend", "form_from_latents"]
 

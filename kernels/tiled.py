@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import MLADims
-from mla_ops.dispatch import AttentionOptions, Call, Capabilities, PagedBatch
+from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch
 from mla_ops.kernels import tiled_paged
 from mla_ops.kernels.attend import attend, form_from_latents
 from mla_ops.kernels.rows import DenseRows, GivenRows
@@ -81,19 +81,7 @@ class TiledBackend:
 
     name = "tiled"
     capabilities = Capabilities(
-        ops=frozenset(
-            {
-                "gather_kv_cache",
-                "merge_attn_states",
-                "mla_attention",
-                "mla_attention_backward",
-                "mla_chunked_prefill",
-                "mla_decode",
-                "mla_paged_attention",
-                "mla_prefill",
-                "update_kv_cache",
-            }
-        ),
+        ops=OPS,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
     )
 

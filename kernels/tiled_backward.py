@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mla_ops.kernels.tiling import Job, Request, Tile, blocks, tile_softmax
+from mla_ops.kernels.softmax import tile_softmax
+from mla_ops.kernels.tiling import Job, Request, Tile, blocks
 
 __all__ = ["Gradients", "attend_backward"]
 

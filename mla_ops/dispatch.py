@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,20 +18,38 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mla_ops import env, reference
+from mla_ops import env
 from mla_ops.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 
 __all__ = [
+    "OPS",
     "AttentionOptions",
     "Backend",
     "Call",
     "Capabilities",
+    "PagedBatch",
     "available_backends",
     "get_backend",
     "register_backend",
     "select",
     "use_backend",
 ]
+
+
+OPS = frozenset(
+    {
+        "gather_kv_cache",
+        "merge_attn_states",
+        "mla_attention",
+        "mla_attention_backward",
+        "mla_chunked_prefill",
+        "mla_decode",
+        "mla_paged_attention",
+        "mla_prefill",
+        "update_kv_cache",
+    }
+)
+"""Names of all ops that a backend can take."""
 
 
 class Call(NamedTuple):
@@ -217,78 +235,6 @@ class Backend(Protocol):
         ...
 
 
-class ReferenceBackend:
-    """The oracle as a backend: slow, materialises everything, right. Never chosen by `auto`."""
-
-    name = "reference"
-    capabilities = Capabilities(
-        ops=frozenset({"mla_attention", "mla_attention_backward"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
-    )
-
-    def not_supported_reasons(self, call: Call) -> list[str]:
-        """Return why the oracle cannot take `call`."""
-        return self.capabilities.not_supported_reasons(call)
-
-    def _forward(
-        self, tensors: Sequence[Tensor], options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        query, kv_c, k_pe, w_kv_b = tensors
-        return reference.mla_attention(
-            query,
-            kv_c,
-            k_pe,
-            w_kv_b,
-            softmax_scale=options.softmax_scale,
-            attn_mask=options.attn_mask,
-            kv_bounds=options.kv_bounds,
-            is_causal=options.is_causal,
-            sinks=options.sinks,
-        )
-
-    def mla_attention(
-        self,
-        query: Tensor,
-        kv_c: Tensor,
-        k_pe: Tensor,
-        w_kv_b: Tensor,
-        options: AttentionOptions,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `out` and `lse` of the expanded form."""
-        out, lse = self._forward((query, kv_c, k_pe, w_kv_b), options)
-        return out.contiguous(), lse.contiguous()
-
-    def mla_attention_backward(
-        self,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        query: Tensor,
-        kv_c: Tensor,
-        k_pe: Tensor,
-        w_kv_b: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: AttentionOptions,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients that autograd finds for the oracle."""
-        del out, lse
-        given = [query, kv_c, k_pe, w_kv_b]
-        if options.sinks is not None:
-            given.append(options.sinks)
-
-        def forward(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-            sinks = leaves[4] if len(leaves) == 5 else None
-            out, lse = self._forward(leaves[:4], options._replace(sinks=sinks))
-            return out, lse
-
-        results, pull = torch.func.vjp(forward, *given)[:2]
-        lse_part = torch.zeros_like(results[1]) if grad_lse is None else grad_lse
-        grads = [grad.contiguous() for grad in pull((grad_out, lse_part))]
-        if options.sinks is None:
-            grads.append(query.new_empty(0))
-        return grads[0], grads[1], grads[2], grads[3], grads[4]
-
-
 class _Entry(NamedTuple):
     load: Callable[[], Backend]
     automatic: bool
@@ -303,10 +249,9 @@ def _lazy(module: str, attribute: str) -> Callable[[], Backend]:
     return load
 
 
-_reference = ReferenceBackend()
 _registry: dict[str, _Entry] = {
     "tiled": _Entry(_lazy("mla_ops.kernels.tiled", "TiledBackend"), True),
-    "reference": _Entry(lambda: _reference, False),
+    "reference": _Entry(_lazy("mla_ops.reference_backend", "ReferenceBackend"), False),
 }
 _chosen: ContextVar[str | None] = ContextVar("mla_ops_backend", default=None)
 

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from mla_ops.dims import split_kv_b, stat_dtype
 
-__all__ = ["MLAOutput", "mla_attention", "visible_keys"]
+__all__ = [
+    "MLAOutput",
+    "attend",
+    "merge_attn_states",
+    "mla_attention",
+    "paged_rows",
+    "stored",
+    "visible_keys",
+]
 
 
 class MLAOutput(NamedTuple):
@@ -163,3 +171,98 @@ def mla_attention(
     else:
         out = torch.einsum("bhsl,hvl->bhsv", weights @ kv_c[:, None], w_uv)
     return MLAOutput(out, lse)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, is_causal: bool
+) -> MLAOutput:
+    """Compute attention over keys and values that are given.
+
+    Args:
+        query: `[B, H, S, D]`.
+        key: `[B, H, T, D]`.
+        value: `[B, H, T, V]`.
+        softmax_scale: factor on the scores.
+        is_causal: bottom-right aligned causal rule.
+    """
+    visible = visible_keys(
+        query.shape[2],
+        key.shape[2],
+        attn_mask=None,
+        kv_bounds=None,
+        is_causal=is_causal,
+        device=query.device,
+    )
+    used = visible[0, 0].any(dim=0)[:, None]
+    key, value = torch.where(used, key, 0), torch.where(used, value, 0)
+    scores = (query @ key.transpose(-1, -2)).to(stat_dtype(query.dtype)) * softmax_scale
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if scores.shape[-1] == 0:
+        lse = scores.new_full(scores.shape[:3], float("-inf"))
+    else:
+        lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    weights = weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
+    return MLAOutput(weights.to(query.dtype) @ value, lse)
+
+
+def merge_attn_states(
+    prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor
+) -> MLAOutput:
+    """Merge two partial results by their log-sum-exp; both infinities mean empty.
+
+    Args:
+        prefix_out: `[T, H, V]`.
+        prefix_lse: `[H, T]`.
+        suffix_out: `[T, H, V]`.
+        suffix_lse: `[H, T]`.
+    """
+    lse = torch.stack([prefix_lse, suffix_lse])
+    lse = lse.masked_fill(lse == float("inf"), float("-inf"))
+    total = torch.logsumexp(lse, dim=0)
+    weights = torch.exp(lse - torch.where(total == float("-inf"), 0.0, total))
+    weights = weights.transpose(1, 2)[..., None]
+    values = torch.stack([prefix_out, suffix_out]).to(weights.dtype)
+    merged = torch.where(weights > 0, values * weights, 0.0).sum(dim=0)
+    return MLAOutput(merged.to(prefix_out.dtype), total)
+
+
+def stored(rows: Tensor, dtype: torch.dtype, kv_scale: Tensor | None) -> Tensor:
+    """Convert rows to what a cache of `dtype` holds: fp8 is divided by the scale and saturates.
+
+    Args:
+        rows: any shape.
+        dtype: of the cache.
+        kv_scale: one element, None for 1; used for fp8 only.
+    """
+    if dtype.itemsize > 1:
+        return rows.to(dtype)
+    limit = torch.finfo(dtype).max
+    scaled = rows.float() if kv_scale is None else rows.float() / kv_scale
+    return scaled.clamp(-limit, limit).to(dtype)
+
+
+def paged_rows(
+    kv_cache: Tensor,
+    blocks: Tensor,
+    start: int,
+    stop: int,
+    kv_scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return rows `[start, stop)` of one request: `[stop - start, L+R]`.
+
+    Args:
+        kv_cache: `[num_blocks, block_size, L+R]`.
+        blocks: `[max_blocks]`, the request's block ids.
+        start: first row.
+        stop: end.
+        kv_scale: one element, for an fp8 cache.
+        dtype: of the result.
+    """
+    position = torch.arange(start, stop, device=kv_cache.device)
+    block = blocks.long()[position // kv_cache.shape[1]]
+    if kv_cache.dtype.itemsize > 1:
+        return kv_cache[block, position % kv_cache.shape[1]].to(dtype)
+    rows = kv_cache.view(torch.uint8)[block, position % kv_cache.shape[1]].view(kv_cache.dtype)
+    return rows.to(dtype) if kv_scale is None else (rows.float() * kv_scale).to(dtype)

@@ -120,8 +120,10 @@ def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _merge(*args: Tensor) -> tuple[Tensor, Tensor]:
     check_merge(*args)
-    out = args[0].new_empty(args[0].shape)
-    return out, _backend("merge_attn_states", args[0]).merge_attn_states(*args, out)
+    prefix_out, prefix_lse, suffix_out, suffix_lse = args
+    out = prefix_out.new_empty(prefix_out.shape)
+    backend = _backend("merge_attn_states", prefix_out)
+    return out, backend.merge_attn_states(prefix_out, prefix_lse, suffix_out, suffix_lse, out)
 
 
 def _merge_fake(*args: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,11 +173,13 @@ def _decode_fake(
     return _results(query, width)
 
 
-def _check_ragged(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], PagedBatch, int]:
+_New = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _check_ragged(args: tuple[Any, ...]) -> tuple[_New, PagedBatch, int]:
     """Check the arguments of the two ops over new tokens and part them."""
-    tensors, (kv_cache, block_table, seq_lens, kv_scale) = args[:4], args[4:8]
+    query, kv_c, k_pe, w_kv_b, kv_cache, block_table, seq_lens, kv_scale = args[:8]
     cu_seqlens_q, host, workspace_tokens, scale = args[8], args[9], args[13], args[-1]
-    query, kv_c, k_pe, w_kv_b = tensors
     width = check_paged(
         query,
         kv_c,
@@ -192,7 +196,7 @@ def _check_ragged(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], PagedBatch
     batch = PagedBatch(
         kv_cache, block_table, seq_lens, cu_seqlens_q, host, kv_scale, scale, workspace_tokens
     )
-    return tensors, batch, width
+    return (query, kv_c, k_pe, w_kv_b), batch, width
 
 
 def _chunked(*args: Any) -> tuple[Tensor, Tensor]:
