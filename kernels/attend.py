@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_ops.dims import split_kv_b
 from mla_ops.kernels.rows import ExpandedRows, Rows
 from mla_ops.kernels.softmax import Running, tile_softmax
-from mla_ops.kernels.tiling import Job, Request, blocks
+from mla_ops.kernels.tiling import Job, Request, Visibility, blocks, finite
 
 __all__ = ["Absorbed", "Expanded", "Form", "attend", "form_from_latents"]
 
@@ -19,7 +19,7 @@ __all__ = ["Absorbed", "Expanded", "Form", "attend", "form_from_latents"]
 class Form(Protocol):
     """How keys and values of a tile come about, for one block of heads."""
 
-    def load(self, rows: Any) -> None:
+    def load(self, rows: Any, visibility: Visibility) -> None:
         """Take a tile's rows."""
         ...
 
@@ -49,9 +49,11 @@ class Absorbed:
         self._queries = [rows[:, s].flatten(0, 1) for s in blocks(rows.shape[1], job.plan.queries)]
         self._job = job
 
-    def load(self, rows: Rows) -> None:
+    def load(self, rows: Rows, visibility: Visibility) -> None:
         """Take a tile's rows as they lie."""
         self._rows = rows
+        # A whole row is contiguous, its first part is not, and matmul would copy it.
+        self._values = finite(rows.latent if rows.packed is None else rows.packed, visibility)
 
     def scores(self, block: int, shape: tuple[int, int, int]) -> Tensor:
         """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
@@ -75,11 +77,9 @@ class Absorbed:
 
     def values(self, weights: Tensor) -> Tensor:
         """Return a tile's result for weights `[h, s, C]`: `[h, s, L]`."""
-        rows, rank = self._rows, self._job.dims.kv_lora_rank
-        # A whole row is contiguous, its first part is not, and matmul would copy it.
-        keys = rows.latent if rows.packed is None else rows.packed
-        flat = torch.mm(weights.flatten(0, 1), keys[: weights.shape[2]])
-        return flat.view(*weights.shape[:2], flat.shape[-1])[..., :rank]
+        flat = torch.mm(weights.flatten(0, 1), self._values[: weights.shape[2]])
+        value = flat.view(*weights.shape[:2], flat.shape[-1])
+        return value[..., : self._job.dims.kv_lora_rank]
 
     def finish(self, value: Tensor) -> Tensor:
         """Return the output of one query block: `[h, s, V]`."""
@@ -97,13 +97,14 @@ class Expanded:
         self._w_kv_b, self._heads = w_kv_b, heads
         self._job = job
 
-    def load(self, rows: Rows | ExpandedRows) -> None:
+    def load(self, rows: Rows | ExpandedRows, visibility: Visibility) -> None:
         """Expand a tile's rows, or take the heads of expanded ones."""
         if isinstance(rows, Rows) and self._w_kv_b is not None:
             self._keys, self._values = self._job.expand(rows.latent, rows.rope, self._w_kv_b)
         elif isinstance(rows, ExpandedRows):
             nope, value = rows.nope[:, self._heads], rows.value[:, self._heads]
             self._keys, self._values = self._job.place(nope, rows.rope, value)
+        self._values = finite(self._values, visibility)
 
     def scores(self, block: int, shape: tuple[int, int, int]) -> Tensor:
         """Return the scaled scores of one query block `[h, s, C]`, fp32, in the scratch."""
@@ -134,16 +135,16 @@ def _walk_keys(
             if tile is None:
                 continue
             if not loaded:
-                form.load(request.rows(keys, job.compute))
+                form.load(request.rows(keys, job.compute), visibility)
                 loaded = True
             count = tile.keys.stop - tile.keys.start
             shape = (heads.stop - heads.start, where.stop - where.start, count)
             scores = form.scores(i, shape)
-            lse = tile_softmax(scores, tile)
+            mass = tile_softmax(scores, tile)
             weights = job.low(shape)
             if weights.dtype != scores.dtype:
                 weights.copy_(scores)
-            running[i].add(form.values(weights), lse)
+            running[i].add(form.values(weights), mass)
     return running
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_ops.kernels.softmax import tile_softmax
-from mla_ops.kernels.tiling import Job, Request, Tile, blocks
+from mla_ops.kernels.tiling import Job, Request, Tile, blocks, finite
 
 __all__ = ["Gradients", "attend_backward"]
 
@@ -93,7 +93,7 @@ def _walk_keys(
     grad_w = grads.w_kv_b[heads.start * pair : heads.stop * pair]
     for where in request.tiles(job.plan.keys):
         rows = request.rows(where, job.compute)
-        latent, rope = rows[0], rows[1]
+        latent, rope = finite(rows[0], visibility), finite(rows[1], visibility)
         keys, values = job.expand(latent, rope, w_kv_b)
         grad_k = torch.zeros_like(keys, dtype=job.stats)
         grad_v = torch.zeros_like(values, dtype=job.stats)
@@ -133,8 +133,8 @@ def _tile_backward(
     torch.baddbmm(low, block.query, keys.transpose(1, 2), beta=0, alpha=job.scale, out=low)
     if low.dtype != weights.dtype:
         weights.copy_(low)
-    lse = tile_softmax(weights, tile)
-    weights.mul_((lse - block.lse).exp_())
+    mass = tile_softmax(weights, tile)
+    weights.mul_((mass.top - block.lse).exp_() * mass.sum)
     grad_v += torch.bmm(weights.to(job.compute).transpose(1, 2), block.grad_out)
     grad_scores = torch.bmm(block.grad_out, values.transpose(1, 2)).to(job.stats)
     grad_scores.sub_(block.delta).mul_(weights).mul_(job.scale)

@@ -21,6 +21,7 @@ __all__ = [
     "Visibility",
     "blocks",
     "compute_dtype",
+    "finite",
     "plan_tiles",
 ]
 
@@ -243,9 +244,8 @@ class Request(NamedTuple):
         return self.source.tiles(self.visibility.begin, self.visibility.end, size)
 
     def rows(self, keys: slice, compute: torch.dtype) -> Rows | ExpandedRows:
-        """Return one tile, in the compute dtype; latents that no query sees are zero."""
-        rows = self.source.load(keys, compute)
-        return self.visibility.clean(rows, keys) if isinstance(rows, Rows) else rows
+        """Return one tile, in the compute dtype."""
+        return self.source.load(keys, compute)
 
 
 class Tile(NamedTuple):
@@ -305,35 +305,14 @@ class Visibility:
         self._causal = is_causal
         self._on_host = device.type == "cpu"
         self._mask: Tensor | None = None
-        self._dead: Tensor | None = None
         if mask is not None:
             mask = mask[(None,) * (3 - mask.dim())]
             self._mask = mask.expand(-1, num_queries, num_keys)
-        if mask is not None or self._bounds is not None:
-            self._dead = self._unused(mask, num_keys)
 
-    def _unused(self, mask: Tensor | None, num_keys: int) -> Tensor | None:
-        """Return which keys no query sees, as far as mask and device bounds tell; `[T]` or None."""
-        dead = torch.zeros(num_keys, dtype=torch.bool, device=self._device)
-        if self._bounds is not None:
-            key = torch.arange(num_keys, device=self._device)
-            dead |= (key < self._bounds[0]) | (key >= self._bounds[1])
-        if mask is not None:
-            seen = mask if mask.dtype == torch.bool else mask != float("-inf")
-            dead |= ~seen.any(dim=1).any(dim=0)
-        return None if self._on_host and not bool(dead.any()) else dead
-
-    def clean(self, rows: Rows, keys: slice) -> Rows:
-        """Zero the rows that no query sees: they may hold NaN, and 0 * NaN is NaN.
-
-        Args:
-            rows: one tile.
-            keys: where it lies.
-        """
-        if self._dead is None:
-            return rows
-        dead = self._dead[keys, None]
-        return Rows(rows.latent.masked_fill(dead, 0.0), rows.rope.masked_fill(dead, 0.0), None)
+    @property
+    def reads_unseen(self) -> bool:
+        """Whether a tile may hold keys that no query sees, and with them NaN."""
+        return self._mask is not None or self._bounds is not None
 
     def tile(self, heads: slice, queries: slice, keys: slice) -> Tile | None:
         """Describe one tile, or return None when nothing of it is visible.
@@ -380,3 +359,15 @@ class Visibility:
             query = torch.arange(queries.start, queries.stop, device=self._device)[:, None]
             hidden = hidden | (key > end - self._num_queries + query)
         return hidden
+
+
+def finite(rows: Tensor, visibility: Visibility) -> Tensor:
+    """Return values that a weight of 0 makes 0: keys that no query sees may be NaN or infinite.
+
+    A key that is seen and not finite still shows: its score is not finite either.
+
+    Args:
+        rows: latents or values of a tile.
+        visibility: of the request.
+    """
+    return rows.nan_to_num(0.0, 0.0, 0.0) if visibility.reads_unseen else rows

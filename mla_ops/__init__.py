@@ -9,17 +9,7 @@ from __future__ import annotations
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from mla_ops.attention import (
-    MLAOutput,
-    gather_kv_cache,
-    merge_attn_states,
-    mla_attention,
-    mla_chunked_prefill,
-    mla_decode,
-    mla_paged_attention,
-    mla_prefill,
-    update_kv_cache,
-)
+from mla_ops.attention import MLAOutput, mla_attention
 from mla_ops.dims import MLADims
 from mla_ops.dispatch import (
     Backend,
@@ -38,6 +28,15 @@ from mla_ops.errors import (
     UnsupportedInputError,
 )
 from mla_ops.metadata import BatchOrder, MLAMetadata, build_metadata, reorder_batch
+from mla_ops.paged import (
+    gather_kv_cache,
+    merge_attn_states,
+    mla_chunked_prefill,
+    mla_decode,
+    mla_paged_attention,
+    mla_prefill,
+    update_kv_cache,
+)
 
 if TYPE_CHECKING:
     from mla_ops.hf.patch import patch, report, unpatch

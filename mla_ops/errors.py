@@ -15,6 +15,7 @@ Every message says what was expected and what came.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "BackendUnavailableError",
@@ -48,10 +49,15 @@ class UnsupportedInputError(MLAOpsError, NotImplementedError):
             call: one line that describes the call.
             reasons: backend name to its list of reasons.
         """
+        self._call = call
         self.reasons: dict[str, list[str]] = {name: list(why) for name, why in reasons.items()}
         lines = [f"no backend takes {call}:"]
         lines += [f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items()]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel between processes."""
+        return type(self), (self._call, self.reasons)
 
 
 class BackendUnavailableError(MLAOpsError, ImportError):
@@ -74,6 +80,10 @@ class PatchError(MLAOpsError, RuntimeError):
         """
         self.report = report
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel between processes."""
+        return type(self), (*self.args, self.report)
 
 
 class RewriteError(MLAOpsError, RuntimeError):

@@ -92,6 +92,16 @@ def _scores(
     return torch.cat([q_latent, query[..., nope:]], dim=-1) @ rows.transpose(-1, -2)
 
 
+def _probabilities(logits: Tensor) -> Tensor:
+    """Return the softmax over the last dimension; what stands in rows of -inf does not matter.
+
+    Not `exp(logits - lse)`: where a mask hides a whole row by the smallest number, lse is too large
+    to hold the logarithm of the row's length.
+    """
+    blank = (logits == float("-inf")).all(dim=-1, keepdim=True)
+    return torch.softmax(logits.masked_fill(blank, 0.0), dim=-1)
+
+
 def mla_attention(
     query: Tensor,
     kv_c: Tensor,
@@ -164,8 +174,7 @@ def mla_attention(
     else:
         lse = torch.logsumexp(logits, dim=-1)
     empty = ~visible.any(dim=-1, keepdim=True)
-    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    weights = weights.masked_fill(empty, 0.0).to(query.dtype)
+    weights = _probabilities(logits)[..., :num_keys].masked_fill(empty, 0.0).to(query.dtype)
     if form == "expanded":
         out = weights @ torch.einsum("btl,hvl->bhtv", kv_c, w_uv)
     else:
@@ -201,8 +210,7 @@ def attend(
         lse = scores.new_full(scores.shape[:3], float("-inf"))
     else:
         lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    weights = weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
+    weights = _probabilities(scores).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
     return MLAOutput(weights.to(query.dtype) @ value, lse)
 
 

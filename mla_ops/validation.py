@@ -7,6 +7,7 @@ tensors under `torch.compile` just as they do in eager.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,50 +15,70 @@ from torch import Tensor
 from mla_ops.errors import InvalidInputError
 
 __all__ = [
-    "CACHE_DTYPES",
     "FLOAT_DTYPES",
-    "check_gather",
-    "check_merge",
+    "check_device",
+    "check_like_query",
     "check_mla_attention",
-    "check_paged",
-    "check_prefill",
-    "check_update",
+    "check_rank",
+    "check_scalars",
+    "check_scale",
+    "check_types",
+    "fail",
 ]
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that attention computes in."""
 
-CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
-"""Dtypes that a paged cache stores."""
-
 _INT32_MAX = 2**31 - 1
 
 
-def _fail(name: str, expected: str, got: object) -> None:
+def fail(name: str, expected: str, got: object) -> None:
+    """Raise the error that says what was expected and what came."""
     raise InvalidInputError(f"{name} must be {expected}, got {got}")
 
 
-def _check_rank(name: str, tensor: Tensor, shape: str) -> None:
+def check_types(tensors: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    """Refuse what is no tensor.
+
+    Args:
+        tensors: arguments that must be tensors, by name.
+        optional: arguments that may be None as well.
+
+    Raises:
+        InvalidInputError: one is something else.
+    """
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            fail(name, "a tensor", f"{type(value).__name__} {value!r:.60}")
+    for name, value in optional.items():
+        if value is not None and not isinstance(value, Tensor):
+            fail(name, "a tensor or None", f"{type(value).__name__} {value!r:.60}")
+
+
+def check_rank(name: str, tensor: Tensor, shape: str) -> None:
+    """Check the number of dimensions against a shape such as `[B, T, L]`."""
     rank = shape.count(",") + 1
     if tensor.dim() != rank:
-        _fail(name, f"{shape} ({rank} dimensions)", f"shape {tuple(tensor.shape)}")
+        fail(name, f"{shape} ({rank} dimensions)", f"shape {tuple(tensor.shape)}")
 
 
-def _check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
+def check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
+    """Check that a tensor has the query's dtype and device."""
     if tensor.dtype != query.dtype:
-        _fail(name, f"of the query's dtype {query.dtype}", tensor.dtype)
-    _check_device(name, tensor, query)
+        fail(name, f"of the query's dtype {query.dtype}", tensor.dtype)
+    check_device(name, tensor, query)
 
 
-def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
+def check_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    """Check that a tensor is on the query's device."""
     if tensor.device != query.device:
-        _fail(name, f"on the query's device {query.device}", f"a tensor on {tensor.device}")
+        fail(name, f"on the query's device {query.device}", f"a tensor on {tensor.device}")
 
 
 def _check_mask(attn_mask: Tensor, query: Tensor, num_keys: int) -> None:
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOAT_DTYPES:
-        _fail("attn_mask", "bool or floating point", attn_mask.dtype)
-    _check_device("attn_mask", attn_mask, query)
+        fail("attn_mask", "bool or floating point", attn_mask.dtype)
+    check_device("attn_mask", attn_mask, query)
     target = (*query.shape[:3], num_keys)
     sizes = attn_mask.shape
     fits = len(sizes) <= 4 and all(
@@ -65,15 +86,35 @@ def _check_mask(attn_mask: Tensor, query: Tensor, num_keys: int) -> None:
         for have, want in zip(reversed(sizes), reversed(target), strict=False)
     )
     if not fits:
-        _fail("attn_mask", f"broadcastable to [B, H, S, T] = {target}", f"shape {tuple(sizes)}")
+        fail("attn_mask", f"broadcastable to [B, H, S, T] = {target}", f"shape {tuple(sizes)}")
 
 
-def _check_scale(softmax_scale: object) -> None:
+def check_scalars(softmax_scale: object, is_causal: object, workspace_tokens: object) -> None:
+    """Refuse scalars that the op's schema would refuse less clearly.
+
+    Args:
+        softmax_scale: a finite number.
+        is_causal: a bool.
+        workspace_tokens: an int or None.
+
+    Raises:
+        InvalidInputError: one is something else.
+    """
+    check_scale(softmax_scale)
+    if not isinstance(is_causal, bool):
+        fail("is_causal", "a bool", repr(is_causal))
+    whole = isinstance(workspace_tokens, int) and not isinstance(workspace_tokens, bool)
+    if workspace_tokens is not None and not whole:
+        fail("workspace_tokens", "an int or None", repr(workspace_tokens))
+
+
+def check_scale(softmax_scale: object) -> None:
+    """Check that the scale is a finite number; a symbolic one passes."""
     if isinstance(softmax_scale, torch.SymFloat):
         return
     number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
     if not (number and math.isfinite(softmax_scale)):  # type: ignore[arg-type]
-        _fail("softmax_scale", "a finite float", repr(softmax_scale))
+        fail("softmax_scale", "a finite float", repr(softmax_scale))
 
 
 def check_mla_attention(
@@ -106,33 +147,33 @@ def check_mla_attention(
     Raises:
         InvalidInputError: any of these does not hold.
     """
-    _check_rank("query", query, "[B, H, S, P+R]")
-    _check_rank("kv_c", kv_c, "[B, T, L]")
-    _check_rank("k_pe", k_pe, "[B, T, R]")
-    _check_rank("w_kv_b", w_kv_b, "[H*(P+V), L]")
+    check_rank("query", query, "[B, H, S, P+R]")
+    check_rank("kv_c", kv_c, "[B, T, L]")
+    check_rank("k_pe", k_pe, "[B, T, R]")
+    check_rank("w_kv_b", w_kv_b, "[H*(P+V), L]")
     if query.dtype not in FLOAT_DTYPES:
-        _fail("query", f"one of {', '.join(map(str, FLOAT_DTYPES))}", query.dtype)
+        fail("query", f"one of {', '.join(map(str, FLOAT_DTYPES))}", query.dtype)
     for name, tensor in (("kv_c", kv_c), ("k_pe", k_pe), ("w_kv_b", w_kv_b)):
-        _check_like_query(name, tensor, query)
+        check_like_query(name, tensor, query)
 
     batch, heads, _, width = query.shape
     num_keys, rank = kv_c.shape[1:]
     rope = k_pe.shape[2]
     if kv_c.shape[0] != batch:
-        _fail("kv_c", f"[B, T, L] with the query's B = {batch}", f"shape {tuple(kv_c.shape)}")
+        fail("kv_c", f"[B, T, L] with the query's B = {batch}", f"shape {tuple(kv_c.shape)}")
     if k_pe.shape[:2] != kv_c.shape[:2]:
-        _fail(
+        fail(
             "k_pe", f"[B, T, R] with kv_c's B, T = {tuple(kv_c.shape[:2])}", f"{tuple(k_pe.shape)}"
         )
     if heads < 1 or rank < 1:
-        _fail("H and L", "at least 1", f"query {tuple(query.shape)} and kv_c {tuple(kv_c.shape)}")
+        fail("H and L", "at least 1", f"query {tuple(query.shape)} and kv_c {tuple(kv_c.shape)}")
     if rope > width:
-        _fail("k_pe", f"at most as wide as a query head, {width}", f"R = {rope}")
+        fail("k_pe", f"at most as wide as a query head, {width}", f"R = {rope}")
     if w_kv_b.shape[1] != rank:
-        _fail("w_kv_b", f"[H*(P+V), L] with kv_c's L = {rank}", f"shape {tuple(w_kv_b.shape)}")
+        fail("w_kv_b", f"[H*(P+V), L] with kv_c's L = {rank}", f"shape {tuple(w_kv_b.shape)}")
     nope = width - rope
     if w_kv_b.shape[0] % heads or w_kv_b.shape[0] // heads <= nope:
-        _fail(
+        fail(
             "w_kv_b",
             f"[H*(P+V), L] with H = {heads}, P = {nope} and V >= 1",
             f"shape {tuple(w_kv_b.shape)}",
@@ -142,285 +183,19 @@ def check_mla_attention(
         _check_mask(attn_mask, query, num_keys)
     if kv_bounds is not None:
         if kv_bounds.dtype != torch.int32:
-            _fail("kv_bounds", "int32", kv_bounds.dtype)
+            fail("kv_bounds", "int32", kv_bounds.dtype)
         if kv_bounds.dim() != 2 or kv_bounds.shape[0] != batch or kv_bounds.shape[1] != 2:
-            _fail("kv_bounds", f"[B, 2] = ({batch}, 2)", f"shape {tuple(kv_bounds.shape)}")
+            fail("kv_bounds", f"[B, 2] = ({batch}, 2)", f"shape {tuple(kv_bounds.shape)}")
         if num_keys > _INT32_MAX:
-            _fail("kv_c", f"at most {_INT32_MAX} keys long with int32 kv_bounds", num_keys)
-        _check_device("kv_bounds", kv_bounds, query)
+            fail("kv_c", f"at most {_INT32_MAX} keys long with int32 kv_bounds", num_keys)
+        check_device("kv_bounds", kv_bounds, query)
     if sinks is not None:
         if sinks.dtype not in FLOAT_DTYPES:
-            _fail("sinks", "floating point", sinks.dtype)
+            fail("sinks", "floating point", sinks.dtype)
         if sinks.dim() != 1 or sinks.shape[0] != heads:
-            _fail("sinks", f"[H] = ({heads},)", f"shape {tuple(sinks.shape)}")
-        _check_device("sinks", sinks, query)
-    _check_scale(softmax_scale)
+            fail("sinks", f"[H] = ({heads},)", f"shape {tuple(sinks.shape)}")
+        check_device("sinks", sinks, query)
+    check_scale(softmax_scale)
     if workspace_tokens is not None and workspace_tokens < 1:
-        _fail("workspace_tokens", "at least 1 or None", workspace_tokens)
-    return w_kv_b.shape[0] // heads - nope
-
-
-def _check_ints(name: str, tensor: Tensor, shape: str, sizes: tuple[int | None, ...]) -> None:
-    """Check an int32 tensor: None in `sizes` lets any size pass."""
-    if tensor.dtype != torch.int32:
-        _fail(name, "int32", tensor.dtype)
-    fits = tensor.dim() == len(sizes) and all(
-        want is None or have == want for have, want in zip(tensor.shape, sizes, strict=True)
-    )
-    if not fits:
-        known = ", ".join("any" if size is None else str(size) for size in sizes)
-        _fail(name, f"{shape} = ({known})", f"shape {tuple(tensor.shape)}")
-
-
-def _check_cache(kv_cache: Tensor, latent_dim: int | None, kv_scale: Tensor | None) -> None:
-    _check_rank("kv_cache", kv_cache, "[num_blocks, block_size, L+R]")
-    if kv_cache.dtype not in CACHE_DTYPES:
-        _fail("kv_cache", f"one of {', '.join(map(str, CACHE_DTYPES))}", kv_cache.dtype)
-    if kv_cache.shape[1] < 1:
-        _fail("kv_cache", "of block_size at least 1", f"shape {tuple(kv_cache.shape)}")
-    if latent_dim is not None and kv_cache.shape[2] != latent_dim:
-        _fail("kv_cache", f"[num_blocks, block_size, L+R = {latent_dim}]", tuple(kv_cache.shape))
-    if kv_scale is not None:
-        if kv_scale.numel() != 1 or not kv_scale.is_floating_point():
-            _fail("kv_scale", "one floating-point element", f"{kv_scale.dtype} {kv_scale.shape}")
-        _check_device("kv_scale", kv_scale, kv_cache)
-
-
-def check_update(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
-) -> None:
-    """Check the arguments of `update_kv_cache`.
-
-    Args:
-        kv_c: `[T, L]`, floating point.
-        k_pe: `[T, R]`, like `kv_c`.
-        kv_cache: `[num_blocks, block_size, L+R]`.
-        slot_mapping: `[T]` int64.
-        kv_scale: one element.
-
-    Raises:
-        InvalidInputError: any of these does not hold.
-    """
-    _check_rank("kv_c", kv_c, "[T, L]")
-    _check_rank("k_pe", k_pe, "[T, R]")
-    if kv_c.dtype not in FLOAT_DTYPES:
-        _fail("kv_c", f"one of {', '.join(map(str, FLOAT_DTYPES))}", kv_c.dtype)
-    if k_pe.dtype != kv_c.dtype or k_pe.shape[0] != kv_c.shape[0]:
-        _fail(
-            "k_pe",
-            f"[T = {kv_c.shape[0]}, R] of {kv_c.dtype}, as kv_c",
-            f"{k_pe.dtype} {tuple(k_pe.shape)}",
-        )
-    _check_cache(kv_cache, kv_c.shape[1] + k_pe.shape[1], kv_scale)
-    if slot_mapping.dtype != torch.int64:
-        _fail("slot_mapping", "int64", slot_mapping.dtype)
-    if slot_mapping.dim() != 1 or slot_mapping.shape[0] != kv_c.shape[0]:
-        _fail("slot_mapping", f"[T] = ({kv_c.shape[0]},)", f"shape {tuple(slot_mapping.shape)}")
-    for name, tensor in (("k_pe", k_pe), ("kv_cache", kv_cache), ("slot_mapping", slot_mapping)):
-        if tensor.device != kv_c.device:
-            _fail(name, f"on kv_c's device {kv_c.device}", f"a tensor on {tensor.device}")
-
-
-def check_gather(
-    kv_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_k: Tensor,
-    seq_starts: Tensor,
-    workspace: Tensor,
-    kv_scale: Tensor | None,
-) -> None:
-    """Check the arguments of `gather_kv_cache`.
-
-    Args:
-        kv_cache: `[num_blocks, block_size, L+R]`.
-        block_table: `[num_reqs, max_blocks]` int32.
-        cu_seqlens_k: `[num_reqs + 1]` int32.
-        seq_starts: `[num_reqs]` int32.
-        workspace: `[rows, L+R]`, floating point.
-        kv_scale: one element.
-
-    Raises:
-        InvalidInputError: any of these does not hold.
-    """
-    _check_cache(kv_cache, None, kv_scale)
-    _check_ints("block_table", block_table, "[num_reqs, max_blocks]", (None, None))
-    requests = block_table.shape[0]
-    _check_ints("cu_seqlens_k", cu_seqlens_k, "[num_reqs + 1]", (requests + 1,))
-    _check_ints("seq_starts", seq_starts, "[num_reqs]", (requests,))
-    _check_rank("workspace", workspace, "[rows, L+R]")
-    if workspace.dtype not in FLOAT_DTYPES or workspace.shape[1] != kv_cache.shape[2]:
-        _fail(
-            "workspace",
-            f"[rows, L+R = {kv_cache.shape[2]}], floating point",
-            f"{workspace.dtype} {tuple(workspace.shape)}",
-        )
-    if workspace.device != kv_cache.device:
-        _fail("workspace", f"on the cache's device {kv_cache.device}", workspace.device)
-
-
-def check_prefill(
-    query: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    is_causal: bool,
-) -> None:
-    """Check the arguments of `mla_prefill`.
-
-    Args:
-        query: `[T, H, P+R]`, floating point.
-        k_nope: `[K, H, P]`, like the query.
-        k_pe: `[K, R]`, like the query.
-        value: `[K, H, V]`, like the query.
-        cu_seqlens_q: `[num_reqs + 1]` int32.
-        cu_seqlens_k: like `cu_seqlens_q`.
-        max_seqlen_q: at least 0.
-        max_seqlen_k: at least 0.
-        softmax_scale: finite.
-        is_causal: any.
-
-    Raises:
-        InvalidInputError: any of these does not hold.
-    """
-    del is_causal
-    shapes = (("query", query, "[T, H, P+R]"), ("k_nope", k_nope, "[K, H, P]"))
-    for name, tensor, shape in (*shapes, ("k_pe", k_pe, "[K, R]"), ("value", value, "[K, H, V]")):
-        _check_rank(name, tensor, shape)
-        if name != "query":
-            _check_like_query(name, tensor, query)
-    if query.dtype not in FLOAT_DTYPES:
-        _fail("query", f"one of {', '.join(map(str, FLOAT_DTYPES))}", query.dtype)
-    keys, heads, width = value.shape[0], query.shape[1], query.shape[2]
-    if k_nope.shape[:2] != (keys, heads) or value.shape[1] != heads or k_pe.shape[0] != keys:
-        _fail(
-            "k_nope, k_pe and value",
-            f"of K = {keys} keys and H = {heads} heads",
-            f"shapes {tuple(k_nope.shape)}, {tuple(k_pe.shape)}, {tuple(value.shape)}",
-        )
-    if k_nope.shape[2] + k_pe.shape[1] != width:
-        _fail("P + R", f"the query's width {width}", f"{k_nope.shape[2]} + {k_pe.shape[1]}")
-    _check_ints("cu_seqlens_q", cu_seqlens_q, "[num_reqs + 1]", (None,))
-    if cu_seqlens_q.shape[0] < 1:
-        _fail("cu_seqlens_q", "[num_reqs + 1]", f"shape {tuple(cu_seqlens_q.shape)}")
-    _check_ints("cu_seqlens_k", cu_seqlens_k, "[num_reqs + 1]", (cu_seqlens_q.shape[0],))
-    if max_seqlen_q < 0 or max_seqlen_k < 0:
-        _fail("max_seqlen_q and max_seqlen_k", "at least 0", f"{max_seqlen_q}, {max_seqlen_k}")
-    _check_scale(softmax_scale)
-
-
-def check_merge(
-    prefix_out: Tensor,
-    prefix_lse: Tensor,
-    suffix_out: Tensor,
-    suffix_lse: Tensor,
-    out: Tensor | None = None,
-) -> None:
-    """Check the arguments of `merge_attn_states`.
-
-    Args:
-        prefix_out: `[T, H, V]`, floating point.
-        prefix_lse: `[H, T]` fp32 (fp64 for fp64 results).
-        suffix_out: like `prefix_out`; any strides.
-        suffix_lse: like `prefix_lse`.
-        out: like `prefix_out`, or None.
-
-    Raises:
-        InvalidInputError: any of these does not hold.
-    """
-    _check_rank("prefix_out", prefix_out, "[T, H, V]")
-    if prefix_out.dtype not in FLOAT_DTYPES:
-        _fail("prefix_out", f"one of {', '.join(map(str, FLOAT_DTYPES))}", prefix_out.dtype)
-    for name, tensor in (("suffix_out", suffix_out), ("out", out)):
-        if tensor is not None and tensor.shape != prefix_out.shape:
-            _fail(name, f"shape {tuple(prefix_out.shape)}", f"shape {tuple(tensor.shape)}")
-        if tensor is not None and not tensor.is_floating_point():
-            _fail(name, "floating point", tensor.dtype)
-    tokens, heads, _ = prefix_out.shape
-    for name, tensor in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
-        if tensor.shape != (heads, tokens) or tensor.dtype not in (torch.float32, torch.float64):
-            _fail(
-                name,
-                f"[H, T] = ({heads}, {tokens}), fp32",
-                f"{tensor.dtype} {tuple(tensor.shape)}",
-            )
-
-
-def check_paged(
-    query: Tensor,
-    kv_c: Tensor | None,
-    k_pe: Tensor | None,
-    w_kv_b: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    kv_scale: Tensor | None,
-    softmax_scale: float,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    workspace_tokens: int = 1,
-) -> int:
-    """Check the arguments of the ops over a paged cache.
-
-    Args:
-        query: `[T, H, P+R]`, floating point.
-        kv_c: `[T, L]`, like the query; None for `mla_decode`.
-        k_pe: `[T, R]`, like the query; None for `mla_decode`.
-        w_kv_b: `[H*(P+V), L]`, like the query.
-        kv_cache: `[num_blocks, block_size, L+R]`.
-        block_table: `[num_reqs, max_blocks]` int32.
-        seq_lens: `[num_reqs]` int32.
-        kv_scale: one element.
-        softmax_scale: finite.
-        cu_seqlens_q: `[num_reqs + 1]` int32; None: every request has `T / num_reqs` tokens.
-        workspace_tokens: at least 1.
-
-    Returns:
-        V; a symbolic int under tracing.
-
-    Raises:
-        InvalidInputError: any of these does not hold.
-    """
-    _check_rank("query", query, "[T, H, P+R]")
-    _check_rank("w_kv_b", w_kv_b, "[H*(P+V), L]")
-    if query.dtype not in FLOAT_DTYPES:
-        _fail("query", f"one of {', '.join(map(str, FLOAT_DTYPES))}", query.dtype)
-    _check_like_query("w_kv_b", w_kv_b, query)
-    _check_cache(kv_cache, None, kv_scale)
-    _check_device("kv_cache", kv_cache, query)
-    tokens, heads, width = query.shape
-    rank = w_kv_b.shape[1]
-    rope = kv_cache.shape[2] - rank
-    nope = width - rope
-    if rope < 0 or nope < 0:
-        _fail(
-            "kv_cache",
-            f"L+R wide with w_kv_b's L = {rank} and R of at most {width}",
-            f"shape {tuple(kv_cache.shape)}",
-        )
-    if heads < 1 or w_kv_b.shape[0] % heads or w_kv_b.shape[0] // heads <= nope:
-        _fail(
-            "w_kv_b",
-            f"[H*(P+V), L] with H = {heads}, P = {nope} and V >= 1",
-            f"shape {tuple(w_kv_b.shape)}",
-        )
-    for name, tensor, size in (("kv_c", kv_c, rank), ("k_pe", k_pe, rope)):
-        if tensor is not None:
-            _check_like_query(name, tensor, query)
-            if tensor.shape != (tokens, size):
-                _fail(name, f"[T, {size}] with T = {tokens}", f"shape {tuple(tensor.shape)}")
-    _check_ints("block_table", block_table, "[num_reqs, max_blocks]", (None, None))
-    requests = block_table.shape[0]
-    _check_ints("seq_lens", seq_lens, "[num_reqs]", (requests,))
-    if cu_seqlens_q is not None:
-        _check_ints("cu_seqlens_q", cu_seqlens_q, "[num_reqs + 1]", (requests + 1,))
-    elif tokens % requests if requests else tokens:
-        _fail("query", f"[T, H, P+R] with T a multiple of {requests} requests", tuple(query.shape))
-    _check_scale(softmax_scale)
-    if workspace_tokens < 1:
-        _fail("workspace_tokens", "at least 1", workspace_tokens)
+        fail("workspace_tokens", "at least 1 or None", workspace_tokens)
     return w_kv_b.shape[0] // heads - nope

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mla_ops
 from mla_ops import dispatch
-from mla_ops.dispatch import ReferenceBackend
+from mla_ops.reference_backend import ReferenceBackend
 from mla_ops.testing import DIMS, AttentionInputs, attention_inputs, conformance_cases
 
 DIM = DIMS["odd"]
@@ -166,6 +166,21 @@ def test_dynamic_shapes_from_the_start() -> None:
             results, tuple(mla_ops.mla_attention(*inputs[:4], **inputs.options))
         )
     assert graphs(counter) == 1
+
+
+def test_a_scale_that_follows_a_symbolic_width() -> None:
+    """`shape[-1] ** -0.5` is a symbolic float; it costs a graph for each width, and no more."""
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        scale = tensors[0].shape[-1] ** -0.5
+        return tuple(mla_ops.mla_attention(*tensors, softmax_scale=scale))
+
+    counter = CompileCounterWithBackend("aot_eager")
+    dynamic = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
+    for name in ("odd", "wide-values"):
+        inputs = attention_inputs(DIMS[name], (2, 5, 9))
+        torch.testing.assert_close(dynamic(*inputs[:4]), function(*inputs[:4]))
+    assert graphs(counter) == 2
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 0), (2, 0, 5), (0, 3, 5)], ids=str)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import mla_ops
 from mla_ops import dispatch
-from mla_ops.dispatch import AttentionOptions, Backend, Call, Capabilities, ReferenceBackend, select
+from mla_ops.dispatch import AttentionOptions, Backend, Call, Capabilities, select
+from mla_ops.reference_backend import ReferenceBackend
 from mla_ops.testing import DIMS, attention_inputs
 
 CALL = Call("mla_attention", "cpu", torch.float32)

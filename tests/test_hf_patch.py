@@ -27,6 +27,7 @@ from families import (
     Family,
     attention_modules,
     each_family,
+    forward,
     forward_logits,
     one_thread,
     op_calls,
@@ -301,6 +302,20 @@ def test_subclass_that_inherits_expand_kv_is_fused() -> None:
     mla_ops.patch(model)
     assert op_count(model) == 2
     assert relative_error(forward_logits(model, sample_input_ids()), stock) < 1e-5
+
+
+@fault
+@each_family("deepseek_v3", "hy_v4")
+def test_probabilities_of_a_subclass(family: Family) -> None:
+    """The eager code is that of the module which defines the family, not of the subclass."""
+    model = family.build()
+    for _, module in attention_modules(model):
+        module.__class__ = type("Subclass", (type(module),), {"__module__": __name__})
+    model.set_attn_implementation("eager")
+    expected = forward(model, sample_input_ids(), output_attentions=True).attentions
+    actual = forward(mla_ops.patch(model), sample_input_ids(), output_attentions=True).attentions
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 @fault

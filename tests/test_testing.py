@@ -11,7 +11,8 @@ from torch import Tensor
 
 import mla_ops
 from mla_ops import dispatch, testing
-from mla_ops.dispatch import AttentionOptions, Call, ReferenceBackend
+from mla_ops.dispatch import AttentionOptions, Call
+from mla_ops.reference_backend import ReferenceBackend
 from mla_ops.testing import DIMS, assert_within_budget, attention_inputs, conformance_cases
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_ops.attention import mla_paged_attention, update_kv_cache
 from mla_ops.errors import InvalidInputError
 from mla_ops.metadata import MLAMetadata
+from mla_ops.paged import mla_paged_attention, update_kv_cache
 
 __all__ = ["PagedModelCache", "paged", "paged_forward"]
 
@@ -107,7 +107,7 @@ def paged(cache: PagedModelCache, metadata: MLAMetadata) -> Iterator[None]:
 def paged_forward(
     module: Any, query: Tensor, latent: Tensor, rope: Tensor, scaling: float
 ) -> Tensor | None:
-    """Write and attend for one layer, or return None outside of a `paged` block.
+    """Write and attend for one layer, or return None outside of a `paged` block and in a graph.
 
     Args:
         module: the attention module.
@@ -122,7 +122,8 @@ def paged_forward(
     Raises:
         InvalidInputError: the batch is not one row, or the layer has no cache.
     """
-    state = _batch.get()
+    # Dynamo cannot read a context variable; a paged batch is for eager forwards.
+    state = None if torch.compiler.is_compiling() else _batch.get()
     if state is None:
         return None
     cache, metadata = state

@@ -155,6 +155,12 @@ def _move_batch(args: tuple[Any, ...], in_dims: tuple[int | None, ...]) -> list[
 
 def _vmap_loop(op: Any, size: int, in_dims: tuple[int | None, ...], args: list[Any]) -> Any:
     """Run the op once per sample and stack the results."""
+    if size == 0:  # the results' shapes are those of any one sample
+        sample = (
+            a if d is None else a.new_zeros(a.shape[1:]) for a, d in zip(args, in_dims, strict=True)
+        )
+        results = tuple(r.new_empty((0, *r.shape)) for r in op(*sample))
+        return results, (0,) * len(results)
     samples = [
         op(*(a if d is None else a[i] for a, d in zip(args, in_dims, strict=True)))
         for i in range(size)
@@ -168,21 +174,21 @@ def _vmap_forward(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any
     size, moved = info.batch_size, _move_batch(args, in_dims)
     shares_weights = in_dims[3] is None and in_dims[6] is None
     if not shares_weights or size == 0:
-        return _vmap_loop(_forward_op, max(size, 1), in_dims, moved)
+        return _vmap_loop(_forward_op, size, in_dims, moved)
 
     query, kv_c, k_pe, w_kv_b, attn_mask, kv_bounds, *rest = moved
     batch = query.shape[0 if in_dims[0] is None else 1]
 
     def fold(tensor: Tensor, dim: int | None) -> Tensor:
-        if dim is None:
-            tensor = tensor.expand(size, *tensor.shape)
-        return tensor.expand(size, batch, *tensor.shape[2:]).flatten(0, 1)
+        return (tensor.expand(size, *tensor.shape) if dim is None else tensor).flatten(0, 1)
 
     if attn_mask is not None:
         attn_mask = attn_mask[(slice(None),) * (in_dims[4] is not None)]
         missing = 4 + (in_dims[4] is not None) - attn_mask.dim()
         lead = attn_mask.shape[:1] if in_dims[4] is not None else ()
         attn_mask = attn_mask.view(*lead, *(1,) * missing, *attn_mask.shape[len(lead) :])
+        rows = attn_mask.shape[-3:]
+        attn_mask = attn_mask.expand(*(size,) * len(lead), batch, *rows)
         attn_mask = fold(attn_mask, in_dims[4])
     if kv_bounds is not None:
         kv_bounds = fold(kv_bounds, in_dims[5])
@@ -208,6 +214,11 @@ def _autocast(args: tuple[Any, ...]) -> tuple[Any, ...]:
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in args[:4]
     )
     return (*cast, *args[4:])
+
+
+def _autocasts(device: str) -> bool:
+    """Whether autocast is on; some device types, meta among them, do not know it."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
@@ -254,7 +265,7 @@ def mla_attention(*args: Any) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         out, lse = _forward_op(*args)
         return out, lse
-    if torch.is_autocast_enabled(args[0].device.type):
+    if _autocasts(args[0].device.type):
         args = _autocast(args)
     if needs_autograd((*args[:5], args[6])):
         out, lse = _Attention.apply(*args)  # type: ignore[no-untyped-call]

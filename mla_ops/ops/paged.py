@@ -16,7 +16,7 @@ from mla_ops.dims import stat_dtype
 from mla_ops.dispatch import Backend, Call, PagedBatch, select
 from mla_ops.errors import UnsupportedInputError
 from mla_ops.ops.library import LIB, needs_autograd
-from mla_ops.validation import (
+from mla_ops.validation_paged import (
     check_gather,
     check_merge,
     check_paged,

@@ -174,10 +174,10 @@ def packed(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def visible_pairs(heads: int = 1, batch: int = BATCH) -> Tensor:
-    """A random causal bool mask `[B, heads, S, S]` in which every query sees itself."""
+    """A random bool mask `[B, heads, S, S]`, not causal, in which every query sees itself."""
     generator = torch.Generator().manual_seed(1)
     seen = torch.rand(batch, heads, LENGTH, LENGTH, generator=generator) > 0.4
-    return (seen | torch.eye(LENGTH, dtype=torch.bool)).tril()
+    return seen | torch.eye(LENGTH, dtype=torch.bool)
 
 
 def additive(seen: Tensor, dtype: torch.dtype, lowest: float | None = None) -> Tensor:
