@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +18,7 @@ from families import (
     each_family,
     forward,
     forward_logits,
+    in_a_fresh_process,
     one_thread,
     op_calls,
     relative_error,
@@ -259,18 +257,5 @@ COLD = """
 )
 def test_first_call_of_a_process_may_be_compiled(family: str, backend: str, tmp_path: Path) -> None:
     """Nothing has to run eagerly first: no registration, no lazy import."""
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parent),
-        "PYTHONSAFEPATH": "1",
-    }
     code = textwrap.dedent(COLD).format(family=family, backend=backend)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "same"
+    assert in_a_fresh_process(code, tmp_path).strip() == "same"

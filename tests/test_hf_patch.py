@@ -7,9 +7,7 @@ import gc
 import importlib
 import inspect
 import io
-import os
 import pickle
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -29,6 +27,7 @@ from families import (
     each_family,
     forward,
     forward_logits,
+    in_a_fresh_process,
     one_thread,
     op_calls,
     relative_error,
@@ -437,11 +436,10 @@ FRESH = {
             assert "mla_ops" in str(error)
         else:
             raise AssertionError("an unknown implementation was accepted")
-        import mla_ops
-        same(mla_ops.patch(model))
-        model = AutoModelForCausalLM.from_pretrained(folder)
+        import mla_ops.hf
         model.set_attn_implementation("mla_ops")
         same(model)
+        same(mla_ops.patch(AutoModelForCausalLM.from_pretrained(folder)))
     """,
 }
 
@@ -457,24 +455,16 @@ def test_order_of_imports(code: str, tmp_path: Path) -> None:
         import pathlib, re, sys
         import torch
         from transformers import AutoModelForCausalLM
-        from families import relative_error, sample_input_ids
+        from families import op_calls, relative_error, sample_input_ids
 
         def same(model):
-            assert mla_ops.report(model).fused == 2
-            assert relative_error(model(input_ids=ids).logits, stock) < 1e-5
+            with op_calls() as calls:
+                assert relative_error(model(input_ids=ids).logits, stock) < 1e-5
+            assert len(calls) == mla_ops.report(model).fused == 2
 
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         folder, ids = pathlib.Path(), sample_input_ids()
         stock = torch.load("stock.pt")
     """
-    environment = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(begin) + textwrap.dedent(code)],
-        env=os.environ | environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_a_fresh_process(textwrap.dedent(begin) + textwrap.dedent(code), tmp_path)

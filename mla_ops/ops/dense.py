@@ -26,7 +26,7 @@ __all__ = ["mla_attention"]
 _TENSORS = "Tensor query, Tensor kv_c, Tensor k_pe, Tensor w_kv_b"
 _OPTIONS = (
     "Tensor? attn_mask, Tensor? kv_bounds, Tensor? sinks, "
-    "float softmax_scale, bool is_causal, int? workspace_tokens"
+    "float softmax_scale, bool is_causal, SymInt? workspace_tokens"
 )
 LIB.define(f"mla_attention({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)")
 LIB.define(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -94,6 +98,21 @@ def cache_keyword(model: nn.Module) -> str:
 
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     return "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
+
+
+def in_a_fresh_process(code: str, folder: Path) -> str:
+    """Run code that may import this package; its standard output, or a failure with its errors."""
+    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @contextmanager
