@@ -20,6 +20,7 @@ __all__ = [
     "PagedRows",
     "RowSource",
     "Rows",
+    "check_blocks",
     "flat_rows",
 ]
 
@@ -136,6 +137,27 @@ def flat_rows(kv_cache: Tensor) -> tuple[Tensor, int]:
     return kv_cache.as_strided((total, width), (width, 1), kv_cache.storage_offset()), pitch
 
 
+def check_blocks(blocks: Tensor, needed: int, kv_cache: Tensor) -> None:
+    """Refuse block ids that are not in the cache, where reading them costs nothing.
+
+    Args:
+        blocks: ids that are about to be read.
+        needed: how many there must be.
+        kv_cache: `[num_blocks, block_size, L+R]`.
+
+    Raises:
+        InvalidInputError: there are too few, or one is out of range.
+    """
+    if blocks.device.type != "cpu" or needed <= 0:
+        return
+    limit = kv_cache.shape[0]
+    if blocks.numel() < needed or int(blocks.min()) < 0 or int(blocks.max()) >= limit:
+        raise InvalidInputError(
+            f"block_table must hold {needed} ids from 0 to {limit - 1} for the rows that are read, "
+            f"got {blocks.tolist()}"
+        )
+
+
 class PagedCache:
     """A paged cache and the scratch that scattered rows are gathered into."""
 
@@ -153,7 +175,7 @@ class PagedCache:
             rows: most rows of one tile.
         """
         self.block_size, width = kv_cache.shape[1:]
-        self.dims = dims
+        self.dims, self._pages = dims, kv_cache
         self.scale = scale if kv_cache.dtype.itemsize == 1 else None
         self.flat, self.pitch = flat_rows(kv_cache)
         self._gathered = kv_cache.new_empty(rows, width)
@@ -167,6 +189,7 @@ class PagedCache:
         Pages that lie one after the other are a view; others are gathered.
         """
         first, last = keys.start // self.block_size, (keys.stop - 1) // self.block_size + 1
+        check_blocks(table[first:last], last - first, self._pages)
         pages = table[first:last].long()
         count, offset = keys.stop - keys.start, keys.start - first * self.block_size
         begin = self._view_begin(pages)
@@ -180,7 +203,7 @@ class PagedCache:
         if self._converted is not None:
             rows = self._converted[:count].copy_(rows)
             if self.scale is not None:
-                rows.mul_(self.scale)
+                rows.mul_(self.scale.reshape(()))
         latent, rope = rows.split([self.dims.kv_lora_rank, self.dims.qk_rope_head_dim], dim=-1)
         return Rows(latent, rope, rows)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mla_ops.dims import MLADims, stat_dtype
 from mla_ops.dispatch import PagedBatch
+from mla_ops.errors import InvalidInputError
 from mla_ops.kernels.attend import Expanded, attend, form_from_latents
 from mla_ops.kernels.rows import (
     ChainedRows,
@@ -23,6 +24,7 @@ from mla_ops.kernels.rows import (
     PagedCache,
     PagedRows,
     RowSource,
+    check_blocks,
     flat_rows,
 )
 from mla_ops.kernels.tiling import Job, Request, Visibility, compute_dtype, plan_tiles
@@ -178,10 +180,12 @@ def ragged_prefill(
     Returns:
         `[T, H, V]` and `[H, T]`; tokens of no request are 0 and -inf.
     """
-    heads, width = query.shape[1:]
+    tokens, heads, width = query.shape
     rope, value = given.rope.shape[1], given.value.shape[2]
     dims = MLADims(heads, 1, width - rope, rope, value)  # no latent takes part
     starts, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    _check_spans("cu_seqlens_q", starts, tokens)
+    _check_spans("cu_seqlens_k", keys, given.rope.shape[0])
     out, lse = _empty_results(query, value)
     compute = compute_dtype(query.dtype, query.device)
     plan = plan_tiles(
@@ -216,6 +220,12 @@ def ragged_prefill(
     return out, lse
 
 
+def _check_spans(name: str, bounds: list[int], rows: int) -> None:
+    """Refuse bounds that decrease or leave `[0, rows]`."""
+    if bounds[0] < 0 or bounds[-1] > rows or any(b < a for a, b in pairwise(bounds)):
+        raise InvalidInputError(f"{name} must rise from 0 to at most {rows}, got {bounds}")
+
+
 def _spans(bounds: list[int]) -> tuple[list[int], list[int]]:
     return bounds[:-1], bounds[1:]
 
@@ -248,17 +258,21 @@ def merge(
     empty = float("-inf")
     stats = stat_dtype(prefix_out.dtype)
     a, b = (x.to(stats).masked_fill(x == float("inf"), empty) for x in (prefix_lse, suffix_lse))
-    total = torch.logaddexp(a, b)
-    base = total.masked_fill(total == empty, 0.0)
+    top = torch.maximum(a, b)
+    base = top.masked_fill(top == empty, 0.0)
+    parts = [(part - base).exp_() for part in (a, b)]
+    total = parts[0] + parts[1]
+    # Weights come from the sum, not from its rounded logarithm: they add up to 1 at any size.
+    whole = total.masked_fill(total == 0.0, 1.0)
     merged = None
-    for value, part in ((prefix_out, a), (suffix_out, b)):
-        weight = (part - base).exp_().t().unsqueeze(-1)
+    for value, part in ((prefix_out, parts[0]), (suffix_out, parts[1])):
+        weight = (part / whole).t().unsqueeze(-1)
         # What an empty side holds may be garbage, and 0 * NaN is NaN.
         share = (value.to(stats) * weight).masked_fill_(weight == 0.0, 0.0)
         merged = share if merged is None else merged.add_(share)
     if merged is not None:
         out.copy_(merged)
-    return total
+    return top + total.log_()
 
 
 def write(
@@ -276,6 +290,11 @@ def write(
     flat, pitch = flat_rows(kv_cache)
     rows = to_cache(torch.cat([kv_c, k_pe], dim=-1), kv_cache.dtype, kv_scale)
     size = kv_cache.shape[1]
+    slots = kv_cache.shape[0] * size
+    if slot_mapping.device.type == "cpu" and bool((slot_mapping >= slots).any()):
+        raise InvalidInputError(
+            f"slot_mapping must be below {slots}, the slots of the cache, got {slot_mapping.max()}"
+        )
     ids = slot_mapping // size * pitch + slot_mapping % size
     valid = slot_mapping >= 0
     if slot_mapping.device.type == "cpu":
@@ -302,7 +321,7 @@ def to_cache(rows: Tensor, dtype: torch.dtype, kv_scale: Tensor | None) -> Tenso
     if dtype.itemsize > 1:
         return rows.to(dtype)
     limit = torch.finfo(dtype).max
-    scaled = rows.float() if kv_scale is None else rows.float() / kv_scale
+    scaled = rows.float() if kv_scale is None else rows.float() / kv_scale.reshape(())
     return scaled.clamp(-limit, limit).to(dtype)
 
 
@@ -331,10 +350,15 @@ def gather(
     flat, pitch = flat_rows(kv_cache)
     size = kv_cache.shape[1]
     bounds, starts = cu_seqlens_k.tolist(), seq_starts.tolist()
+    _check_spans("cu_seqlens_k", bounds, workspace.shape[0])
+    if min(starts, default=0) < 0:
+        raise InvalidInputError(f"seq_starts must be at least 0, got {starts}")
     for i, (begin, end) in enumerate(pairwise(bounds)):
         position = torch.arange(starts[i], starts[i] + end - begin, device=kv_cache.device)
+        used = block_table[i, starts[i] // size : -(-(starts[i] + end - begin) // size)]
+        check_blocks(used, -(-(starts[i] + end - begin) // size) - starts[i] // size, kv_cache)
         pages = block_table[i].long()[position // size]
         rows = _as_bytes(flat)[pages * pitch + position % size].view(kv_cache.dtype)
         target = workspace[begin:end].copy_(rows)
         if kv_scale is not None and kv_cache.dtype.itemsize == 1:
-            target.mul_(kv_scale)
+            target.mul_(kv_scale.reshape(()))

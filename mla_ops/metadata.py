@@ -100,7 +100,8 @@ class MLAMetadata:
         Raises:
             InvalidInputError: a size differs or a maximum grew; nothing was changed.
         """
-        for name in ("num_reqs", "num_tokens", "num_decodes", "decode_query_len", "num_chunks"):
+        same = ("num_reqs", "num_tokens", "num_decodes", "decode_query_len", "num_chunks")
+        for name in (*same, "block_size", "workspace_tokens"):
             if getattr(self, name) != getattr(other, name):
                 raise InvalidInputError(
                     f"update_ needs the captured {name} {getattr(self, name)}, "
@@ -222,6 +223,7 @@ def build_metadata(
                 f"{len(lens)} requests"
             )
         extra = pad_to - len(lens)
+        decode_len = decode_len or decode_threshold  # a batch of nothing but padding
         lens, seqs = np.pad(lens, (0, extra)), np.pad(seqs, (0, extra))
         table = torch.nn.functional.pad(table, (0, 0, 0, extra))
     return _assemble(
@@ -262,7 +264,7 @@ def _assemble(
     flat = torch.from_numpy(np.concatenate([p.reshape(-1) for p in parts]).astype(np.int32))
     pieces = iter(flat.to(device).split([p.size for p in parts]))
     cu_d, seqs_d, request_d, position_d, starts_d, chunk_cu_d = (next(pieces) for _ in range(6))
-    table = next(pieces).view(table.shape) if on_host else table.to(device, torch.int32)
+    table = next(pieces).view(table.shape) if on_host else table.to(device, copy=True)
 
     position_d, request_d = position_d.long(), request_d.long()
     slots = table[request_d, position_d // block_size].long() * block_size
@@ -337,7 +339,9 @@ def _table(
     """Return the block table as a rectangle and check that it is wide enough."""
     needed = -(-seqs // block_size)
     if isinstance(block_table, Tensor):
-        table = block_table.to(torch.int32)
+        table = block_table
+        if table.is_floating_point() or table.is_complex() or table.dtype == torch.bool:
+            raise InvalidInputError(f"block_table must be of ints, got {table.dtype}")
         if table.dim() != 2 or table.shape[0] != lens.size:
             raise InvalidInputError(
                 f"block_table must be [num_reqs, max_blocks] with {lens.size} rows, "
@@ -349,9 +353,9 @@ def _table(
         if len(rows) != lens.size:
             raise InvalidInputError(f"block_table must have {lens.size} rows, got {len(rows)}")
         widths = np.array([len(row) for row in rows], dtype=np.int64)
-        table = torch.zeros(lens.size, int(widths.max(initial=0)), dtype=torch.int32)
+        table = torch.zeros(lens.size, int(widths.max(initial=0)), dtype=torch.int64)
         for i, row in enumerate(rows):
-            table[i, : len(row)] = torch.tensor(row, dtype=torch.int32)
+            table[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
     short = np.flatnonzero(widths < needed)
     if short.size:
         i = int(short[0])
@@ -359,4 +363,15 @@ def _table(
             f"request {i} of length {seqs[i]} needs {needed[i]} blocks of {block_size}, "
             f"its block_table row has {widths[i]}"
         )
-    return table
+    if table.device.type != "cpu":
+        return table.to(torch.int32)
+    ids = table.numpy()
+    used = np.arange(ids.shape[1]) < needed[:, None]
+    wrong = np.argwhere(used & ((ids < 0) | (ids > _INT32_MAX)))
+    if wrong.size:
+        i, j = wrong[0]
+        raise InvalidInputError(
+            f"block_table must hold ids from 0 to {_INT32_MAX}, got {ids[i, j]} for request {i}"
+        )
+    # What stands behind a length may be anything, also what no int32 can hold.
+    return torch.from_numpy(np.where(used, ids, 0).astype(np.int32))

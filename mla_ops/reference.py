@@ -228,7 +228,8 @@ def merge_attn_states(
     lse = torch.stack([prefix_lse, suffix_lse])
     lse = lse.masked_fill(lse == float("inf"), float("-inf"))
     total = torch.logsumexp(lse, dim=0)
-    weights = torch.exp(lse - torch.where(total == float("-inf"), 0.0, total))
+    empty = total == float("-inf")
+    weights = torch.softmax(lse.masked_fill(empty, 0.0), dim=0).masked_fill(empty, 0.0)
     weights = weights.transpose(1, 2)[..., None]
     values = torch.stack([prefix_out, suffix_out]).to(weights.dtype)
     merged = torch.where(weights > 0, values * weights, 0.0).sum(dim=0)
@@ -246,7 +247,7 @@ def stored(rows: Tensor, dtype: torch.dtype, kv_scale: Tensor | None) -> Tensor:
     if dtype.itemsize > 1:
         return rows.to(dtype)
     limit = torch.finfo(dtype).max
-    scaled = rows.float() if kv_scale is None else rows.float() / kv_scale
+    scaled = rows.float() if kv_scale is None else rows.float() / kv_scale.reshape(())
     return scaled.clamp(-limit, limit).to(dtype)
 
 
@@ -273,4 +274,4 @@ def paged_rows(
     if kv_cache.dtype.itemsize > 1:
         return kv_cache[block, position % kv_cache.shape[1]].to(dtype)
     rows = kv_cache.view(torch.uint8)[block, position % kv_cache.shape[1]].view(kv_cache.dtype)
-    return rows.to(dtype) if kv_scale is None else (rows.float() * kv_scale).to(dtype)
+    return rows.to(dtype) if kv_scale is None else (rows.float() * kv_scale.reshape(())).to(dtype)

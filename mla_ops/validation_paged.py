@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mla_ops.dims import stat_dtype
 from mla_ops.validation import (
     FLOAT_DTYPES,
     check_device,
@@ -27,8 +28,10 @@ CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3f
 """Dtypes that a paged cache stores."""
 
 
-def _check_ints(name: str, tensor: Tensor, shape: str, sizes: tuple[int | None, ...]) -> None:
-    """Check an int32 tensor: None in `sizes` lets any size pass."""
+def _check_ints(
+    name: str, tensor: Tensor, shape: str, sizes: tuple[int | None, ...], like: Tensor
+) -> None:
+    """Check an int32 tensor beside `like`: None in `sizes` lets any size pass."""
     if tensor.dtype != torch.int32:
         fail(name, "int32", tensor.dtype)
     fits = tensor.dim() == len(sizes) and all(
@@ -37,6 +40,8 @@ def _check_ints(name: str, tensor: Tensor, shape: str, sizes: tuple[int | None, 
     if not fits:
         known = ", ".join("any" if size is None else str(size) for size in sizes)
         fail(name, f"{shape} = ({known})", f"shape {tuple(tensor.shape)}")
+    if tensor.device != like.device:
+        fail(name, f"on the device of the data, {like.device}", f"a tensor on {tensor.device}")
 
 
 def _check_cache(kv_cache: Tensor, latent_dim: int | None, kv_scale: Tensor | None) -> None:
@@ -110,10 +115,10 @@ def check_gather(
         InvalidInputError: any of these does not hold.
     """
     _check_cache(kv_cache, None, kv_scale)
-    _check_ints("block_table", block_table, "[num_reqs, max_blocks]", (None, None))
+    _check_ints("block_table", block_table, "[num_reqs, max_blocks]", (None, None), kv_cache)
     requests = block_table.shape[0]
-    _check_ints("cu_seqlens_k", cu_seqlens_k, "[num_reqs + 1]", (requests + 1,))
-    _check_ints("seq_starts", seq_starts, "[num_reqs]", (requests,))
+    _check_ints("cu_seqlens_k", cu_seqlens_k, "[num_reqs + 1]", (requests + 1,), kv_cache)
+    _check_ints("seq_starts", seq_starts, "[num_reqs]", (requests,), kv_cache)
     check_rank("workspace", workspace, "[rows, L+R]")
     if workspace.dtype not in FLOAT_DTYPES or workspace.shape[1] != kv_cache.shape[2]:
         fail(
@@ -155,13 +160,13 @@ def check_prefill(
         InvalidInputError: any of these does not hold.
     """
     del is_causal
-    shapes = (("query", query, "[T, H, P+R]"), ("k_nope", k_nope, "[K, H, P]"))
-    for name, tensor, shape in (*shapes, ("k_pe", k_pe, "[K, R]"), ("value", value, "[K, H, V]")):
-        check_rank(name, tensor, shape)
-        if name != "query":
-            check_like_query(name, tensor, query)
+    check_rank("query", query, "[T, H, P+R]")
     if query.dtype not in FLOAT_DTYPES:
         fail("query", f"one of {', '.join(map(str, FLOAT_DTYPES))}", query.dtype)
+    shapes = (("k_nope", k_nope, "[K, H, P]"), ("k_pe", k_pe, "[K, R]"))
+    for name, tensor, shape in (*shapes, ("value", value, "[K, H, V]")):
+        check_rank(name, tensor, shape)
+        check_like_query(name, tensor, query)
     keys, heads, width = value.shape[0], query.shape[1], query.shape[2]
     if k_nope.shape[:2] != (keys, heads) or value.shape[1] != heads or k_pe.shape[0] != keys:
         fail(
@@ -169,12 +174,19 @@ def check_prefill(
             f"of K = {keys} keys and H = {heads} heads",
             f"shapes {tuple(k_nope.shape)}, {tuple(k_pe.shape)}, {tuple(value.shape)}",
         )
+    if heads < 1 or width < 1 or value.shape[2] < 1:
+        fail(
+            "query and value",
+            "of H >= 1, P+R >= 1 and V >= 1",
+            f"shapes {tuple(query.shape)}, {tuple(value.shape)}",
+        )
     if k_nope.shape[2] + k_pe.shape[1] != width:
         fail("P + R", f"the query's width {width}", f"{k_nope.shape[2]} + {k_pe.shape[1]}")
-    _check_ints("cu_seqlens_q", cu_seqlens_q, "[num_reqs + 1]", (None,))
+    _check_ints("cu_seqlens_q", cu_seqlens_q, "[num_reqs + 1]", (None,), query)
     if cu_seqlens_q.shape[0] < 1:
         fail("cu_seqlens_q", "[num_reqs + 1]", f"shape {tuple(cu_seqlens_q.shape)}")
-    _check_ints("cu_seqlens_k", cu_seqlens_k, "[num_reqs + 1]", (cu_seqlens_q.shape[0],))
+    sizes = (cu_seqlens_q.shape[0],)
+    _check_ints("cu_seqlens_k", cu_seqlens_k, "[num_reqs + 1]", sizes, query)
     if max_seqlen_q < 0 or max_seqlen_k < 0:
         fail("max_seqlen_q and max_seqlen_k", "at least 0", f"{max_seqlen_q}, {max_seqlen_k}")
     check_scale(softmax_scale)
@@ -207,14 +219,20 @@ def check_merge(
             fail(name, f"shape {tuple(prefix_out.shape)}", f"shape {tuple(tensor.shape)}")
         if tensor is not None and not tensor.is_floating_point():
             fail(name, "floating point", tensor.dtype)
+        if tensor is not None and tensor.device != prefix_out.device:
+            fail(name, f"on the device {prefix_out.device}", f"a tensor on {tensor.device}")
+    stats = stat_dtype(prefix_out.dtype)
     tokens, heads, _ = prefix_out.shape
     for name, tensor in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
-        if tensor.shape != (heads, tokens) or tensor.dtype not in (torch.float32, torch.float64):
+        if tensor.shape != (heads, tokens) or tensor.dtype != stats:
+            kind = "fp64" if stats == torch.float64 else "fp32"
             fail(
                 name,
-                f"[H, T] = ({heads}, {tokens}), fp32",
+                f"[H, T] = ({heads}, {tokens}), {kind}",
                 f"{tensor.dtype} {tuple(tensor.shape)}",
             )
+        if tensor.device != prefix_out.device:
+            fail(name, f"on the device {prefix_out.device}", f"a tensor on {tensor.device}")
 
 
 def check_paged(
@@ -280,11 +298,11 @@ def check_paged(
             check_like_query(name, tensor, query)
             if tensor.shape != (tokens, size):
                 fail(name, f"[T, {size}] with T = {tokens}", f"shape {tuple(tensor.shape)}")
-    _check_ints("block_table", block_table, "[num_reqs, max_blocks]", (None, None))
+    _check_ints("block_table", block_table, "[num_reqs, max_blocks]", (None, None), query)
     requests = block_table.shape[0]
-    _check_ints("seq_lens", seq_lens, "[num_reqs]", (requests,))
+    _check_ints("seq_lens", seq_lens, "[num_reqs]", (requests,), query)
     if cu_seqlens_q is not None:
-        _check_ints("cu_seqlens_q", cu_seqlens_q, "[num_reqs + 1]", (requests + 1,))
+        _check_ints("cu_seqlens_q", cu_seqlens_q, "[num_reqs + 1]", (requests + 1,), query)
     elif tokens % requests if requests else tokens:
         fail("query", f"[T, H, P+R] with T a multiple of {requests} requests", tuple(query.shape))
     check_scale(softmax_scale)

@@ -141,7 +141,7 @@ def test_a_refusal_lists_every_reason_of_every_backend(monkeypatch: pytest.Monke
         "has no mla_paint, only mla_attention",
         "does not compute in int8, only in float16",
     ]
-    assert reasons["tiled"][0].startswith("has no mla_paint, only gather_kv_cache, merge_attn_states")
+    assert reasons["tiled"][0].startswith("has no mla_paint, only gather_kv_cache, merge_attn_s")
     assert len(str(caught.value).splitlines()) == 4
 
 

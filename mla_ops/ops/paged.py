@@ -218,12 +218,16 @@ def _ragged_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _refuse_gradient(name: str) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise UnsupportedInputError(
-            f"a gradient of {name}",
-            {"every backend": ["it serves inference; mla_attention has gradients"]},
-        )
+        raise _no_gradient(name)
 
     return backward
+
+
+def _no_gradient(name: str) -> UnsupportedInputError:
+    return UnsupportedInputError(
+        f"a gradient of {name.removesuffix('_out')}",
+        {"every backend": ["it serves inference; mla_attention has gradients"]},
+    )
 
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -248,11 +252,15 @@ for _name, (_body, _fake) in _OPS.items():
 def _caller(name: str) -> Callable[..., Any]:
     """Return what calls an op; without a gradient in sight, below its autograd kernel."""
     op = getattr(torch.ops.mla_ops, name).default
+    # A cache keeps no graph: what is written into it, or gathered from it, is detached.
+    detached = name in ("update_kv_cache", "gather_kv_cache")
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or needs_autograd(
-            a for a in args if isinstance(a, Tensor)
-        ):
+        if torch.compiler.is_compiling():
+            return op(*args)
+        if not detached and needs_autograd(a for a in args if isinstance(a, Tensor)):
+            if name in _MUTATING:
+                raise _no_gradient(name)
             return op(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
