@@ -247,6 +247,8 @@ def test_cropped_cache_goes_on_from_there(family: Family) -> None:
     ids = sample_input_ids()
     expected = forward_logits(model, ids)[:, 6:]
     for cache in caches(model):
+        if not hasattr(cache.layers[0], "crop"):
+            continue  # static layers of older transformers
         forward(model, torch.cat([ids[:, :6], ids[:, :4]], dim=1), cache=cache)
         cache.crop(-4)
         assert relative_error(forward_logits(model, ids[:, 6:], cache=cache), expected) < 1e-5

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from packaging.version import Version
+
 from families import models
 from families.models import SMALL_INDEX_TOPK
 
@@ -220,7 +222,17 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def available_families() -> list[str]:
-    """The names in `FAMILIES` that the installed transformers knows."""
+    """The names in `FAMILIES` that the installed transformers knows and that cache latents there.
+
+    Sparse families cache expanded keys before 5.18, and before 5.17 their indexer misreads the
+    masks of every implementation but eager.
+    """
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return [name for name, family in FAMILIES.items() if family.model_type in CONFIG_MAPPING_NAMES]
+    sparse_too = Version(transformers.__version__) >= Version("5.18")
+    return [
+        name
+        for name, family in FAMILIES.items()
+        if family.model_type in CONFIG_MAPPING_NAMES and (sparse_too or not family.sparse)
+    ]
