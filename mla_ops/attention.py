@@ -46,7 +46,7 @@ def mla_attention(
         attn_mask: broadcastable to `[B, H, S, T]`; bool (true: visible) or floating point (added to
             the scaled scores, -inf: invisible). It gets no gradient.
         kv_bounds: `[B, 2]` int32 on the query's device, (first valid key, end) of each request:
-            padding and length without a mask. Keys outside are not read.
+            padding and length without a mask, clamped to [0, T]. Keys outside are not read.
         is_causal: bottom-right aligned: query `s` sees key `t` when `t <= end - S + s`, where `end`
             is T or the request's from `kv_bounds`.
         sinks: `[H]`, floating point; logits that join each head's softmax denominator, like a key
