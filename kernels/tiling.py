@@ -25,7 +25,7 @@ __all__ = [
     "plan_tiles",
 ]
 
-_CPU_ELEMENTS_PER_THREAD = 512 * 1024
+_CPU_ELEMENTS_PER_THREAD = 1024 * 1024
 _DEVICE_ELEMENTS = 32 * 1024 * 1024
 _EXPANDED_KEYS = 512
 _QUERIES = 256
@@ -91,7 +91,7 @@ def plan_tiles(
 ) -> Plan:
     """Choose form and tile sizes for one request.
 
-    The scores of a tile hold at most half a million elements per CPU thread (2 MiB in fp32), so
+    The scores of a tile hold at most a million elements per CPU thread (4 MiB in fp32), so
     that they stay in cache; the sizes do not depend on the context beyond that.
 
     Args:

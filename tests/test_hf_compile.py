@@ -36,7 +36,6 @@ BREAKING = [name for name, family in FAMILIES.items() if not family.fullgraph_ok
 FAST = ("minicpm3", "mistral_large4_shared_kv")
 MORE = ("deepseek_v2", "deepseek_v32_small_topk", "hy_v4_small_topk", "dots3_note", *FAST)
 STEPS = 20
-fault = pytest.mark.xfail(strict=True, reason="a known fault of mla_ops.hf")
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +203,6 @@ def test_compiled_training_has_the_gradients_of_stock(family: Family) -> None:
         torch.testing.assert_close(actual[name], grad, rtol=2e-4, atol=2e-4 * grad.abs().max())
 
 
-@fault
 @each_family("deepseek_v3", "hy_v4_small_topk", fast=("deepseek_v3",))
 def test_exported_model_calls_the_op(family: Family) -> None:
     """Case 52: with batch and length free; export runs the model on fake parameters."""

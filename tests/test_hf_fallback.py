@@ -35,7 +35,6 @@ import mla_ops
 
 # Plain, with indices that leave keys out, with sinks too, with a sliding layer of other widths.
 FEW = ("deepseek_v3_yarn", "deepseek_v32_small_topk", "hy_v4_small_topk", "dots3_note")
-fault = pytest.mark.xfail(strict=True, reason="a known fault of mla_ops.hf")
 # Names that transformers is about to give up and that peft and older versions of it still use.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -211,7 +210,7 @@ def test_fallback_of_every_family(family: Family) -> None:
         (torch.empty(112, 32, device="meta"), "on the meta device"),
         (torch.zeros(112, 32).to(torch.float8_e4m3fn), "stored as torch.float8_e4m3fn"),
         (torch.zeros(112, 32, dtype=torch.int8), "stored as torch.int8"),
-        pytest.param(torch.eye(112, 32).to_sparse(), "has the layout", marks=fault),
+        pytest.param(torch.eye(112, 32).to_sparse(), "has the layout"),
     ],
 )
 def test_weight_that_cannot_be_read(weight: Tensor, reason: str) -> None:

@@ -42,7 +42,6 @@ import mla_ops.hf
 
 VISION = ("kimi_k25", "hy_v4_vl", "glm5_next", "mistral_large4")
 FEW = ("deepseek_v2", "deepseek_v32", "hy_v4", "kimi_linear", "mistral_large4")
-fault = pytest.mark.xfail(strict=True, reason="a known fault of mla_ops.hf")
 
 
 @pytest.fixture(autouse=True)
@@ -279,7 +278,6 @@ def test_remote_code_is_refused_by_name() -> None:
         mla_ops.patch(model)
 
 
-@fault
 @pytest.mark.parametrize("wrap", [lambda layers: layers[0], lambda layers: nn.Sequential(*layers)])
 def test_layers_without_their_model_are_refused(wrap: Any) -> None:
     """There is no model whose implementation could be switched: say so, do not do nothing."""
@@ -303,7 +301,6 @@ def test_subclass_that_inherits_expand_kv_is_fused() -> None:
     assert relative_error(forward_logits(model, sample_input_ids()), stock) < 1e-5
 
 
-@fault
 @each_family("deepseek_v3", "hy_v4")
 def test_probabilities_of_a_subclass(family: Family) -> None:
     """The eager code is that of the module which defines the family, not of the subclass."""
@@ -317,7 +314,6 @@ def test_probabilities_of_a_subclass(family: Family) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-@fault
 @pytest.mark.parametrize("first", ["patch", "report", "set"])
 def test_subclass_that_overrides_expand_kv_keeps_its_own(first: str) -> None:
     """Its results are not what the weight gives: stock code, with a reason."""
@@ -342,7 +338,6 @@ def test_subclass_that_overrides_expand_kv_keeps_its_own(first: str) -> None:
     assert mla_ops.report(model).fused == 0
 
 
-@fault
 def test_expand_kv_that_is_replaced_on_one_module_keeps_its_own() -> None:
     model = deepseek()
     _, module = attention_modules(model)[0]

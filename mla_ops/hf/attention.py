@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mla_ops.attention import mla_attention
@@ -33,6 +34,9 @@ IMPLEMENTATION = "mla_ops"
 """The name under which the attention and mask functions are registered."""
 
 _ORIGINAL = "_mla_ops_original"
+
+# While torch.export runs a model, its plain parameters are fake tensors.
+_PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
 def is_mla(module: nn.Module) -> bool:
@@ -75,6 +79,10 @@ def refusal(module: Any) -> str | None:
     Args:
         module: an MLA attention module.
     """
+    if original_expand_kv(type(module)) is None:
+        return "its class has an expand_kv of its own"
+    if "expand_kv" in module.__dict__:
+        return "its expand_kv is replaced"
     proj = module.kv_b_proj
     if type(proj) is not nn.Linear:
         return f"kv_b_proj is {type(proj).__name__}, not a plain nn.Linear"
@@ -87,8 +95,10 @@ def refusal(module: Any) -> str | None:
     if getattr(proj, "bias", None) is not None:
         return "kv_b_proj has a bias"
     weight = proj.weight
-    if type(weight) not in (nn.Parameter, Tensor):
+    if type(weight) not in _PLAIN:
         return f"kv_b_proj.weight is {type(weight).__name__}, not a plain tensor"
+    if weight.layout is not torch.strided:
+        return f"kv_b_proj.weight has the layout {weight.layout}"
     if weight.device.type == "meta":
         return "kv_b_proj.weight is on the meta device"
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
@@ -131,9 +141,9 @@ def mla_attention_forward(
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, mask, dropout, scaling, is_causal, **kwargs
         )
-    original = original_expand_kv(type(module))
-    latent = original is not None and refusal(module) is None
+    latent = refusal(module) is None
     if not latent or dropout > 0.0 or kwargs.get("output_attentions"):
+        original = original_expand_kv(type(module))
         if latent and original is not None:
             key, value = original(module, key, value)
         return _stock(module, query, key, value, attention_mask, causal, dropout, scaling, kwargs)
@@ -197,7 +207,8 @@ def _stock(
     if mask is not None and mask.dtype == torch.bool:
         lowest = torch.finfo(query.dtype).min
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
-    eager = sys.modules[type(module).__module__].eager_attention_forward
+    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    eager = next(f for file in files if (f := getattr(file, "eager_attention_forward", None)))
     return eager(  # type: ignore[no-any-return]
         module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
     )

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from mla_ops.dispatch import Call, select
 from mla_ops.errors import MLAOpsError, PatchError
-from mla_ops.hf.attention import IMPLEMENTATION, hook_class, is_mla, original_expand_kv, refusal
+from mla_ops.hf.attention import IMPLEMENTATION, is_mla, refusal
 
 __all__ = ["LayerReport", "PatchReport", "patch", "report", "unpatch"]
 
@@ -66,8 +66,6 @@ class PatchReport:
 def _mla_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if is_mla(module):
-            for cls in type(module).__mro__:
-                hook_class(cls)
             yield name, module
 
 
@@ -86,9 +84,7 @@ def _describe(name: str, module: Any) -> LayerReport:
     cls = type(module).__name__
     implementation = module.config._attn_implementation
     reason = refusal(module)
-    if original_expand_kv(type(module)) is None:
-        reason = "its class has no expand_kv that could be hooked"
-    elif reason is None and implementation != IMPLEMENTATION:
+    if reason is None and implementation != IMPLEMENTATION:
         reason = f"attn_implementation is {implementation!r}"
     dropout = float(getattr(module, "attention_dropout", 0.0) or 0.0)
     if reason is None and module.training and dropout > 0.0:
@@ -144,16 +140,29 @@ def patch(model: _Model, *, strict: bool = True) -> _Model:
         PatchError: under `strict`; carries the report, and the model is as it was.
     """
     layers = list(_mla_modules(model))
-    refused = [(name, why) for name, module in layers if (why := refusal(module)) is not None]
+    owners = _owners(model)
+    switched = {id(owner.config) for owner in owners}
+    refused = [
+        (name, why)
+        for name, module in layers
+        if (why := refusal(module) or _orphaned(module, switched)) is not None
+    ]
     if strict and (not layers or refused):
         table = "\n".join(f"  {name}: {why}" for name, why in refused)
         what = f"these would keep running stock code:\n{table}" if layers else _no_layers(model)
         raise PatchError(f"cannot patch {type(model).__name__}: {what}", report(model))
-    for owner in _owners(model):
+    for owner in owners:
         if owner.config._attn_implementation != IMPLEMENTATION:
             _before[owner] = owner.config._attn_implementation
             owner.set_attn_implementation(IMPLEMENTATION)
     return model
+
+
+def _orphaned(module: Any, switched: set[int]) -> str | None:
+    """Return why `patch` cannot switch a layer that it was given without its model."""
+    if id(module.config) in switched or module.config._attn_implementation == IMPLEMENTATION:
+        return None
+    return "it comes without the transformers model whose implementation could be switched"
 
 
 def _no_layers(model: nn.Module) -> str:
