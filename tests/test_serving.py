@@ -152,3 +152,50 @@ def test_outside_of_the_block_nothing_is_paged(one_shot):
     assert torch.equal(before, after)
     torch.testing.assert_close(before, inside, rtol=1e-5, atol=1e-5)
     assert all(bool(layer.any()) for layer in cache.layers.values())
+
+
+def test_a_layer_that_runs_stock_code_is_refused(one_shot):
+    """Stock code would see the new tokens only, and nothing would say so."""
+    model, _ = one_shot
+    cache = PagedModelCache.allocate(model, num_blocks=2, block_size=4)
+    metadata = mla_ops.build_metadata([2], [2], [[0]], block_size=4, workspace_tokens=4)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    handle = model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(InvalidInputError, match="cannot use a paged cache: kv_b_proj has forw"):
+            PagedModelCache.allocate(model, num_blocks=2, block_size=4)
+        with (
+            paged(cache, metadata),
+            torch.no_grad(),
+            pytest.raises(InvalidInputError, match="cannot use a paged cache: it runs stock code"),
+        ):
+            model(input_ids=ids, use_cache=False)
+    finally:
+        handle.remove()
+    with (
+        paged(cache, metadata),
+        torch.no_grad(),
+        pytest.raises(InvalidInputError, match="cannot use a paged cache: output_attentions"),
+    ):
+        model(input_ids=ids, use_cache=False, output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("deepseek_v32", "sparse attention"), ("hy_v4", "sinks")]
+)
+def test_a_family_that_the_cache_cannot_serve_is_refused(name, reason):
+    model = mla_ops.patch(families.FAMILIES[name].build())
+    cache = PagedModelCache.allocate(model, num_blocks=2, block_size=4)
+    metadata = mla_ops.build_metadata([2], [2], [[0]], block_size=4, workspace_tokens=4)
+    with (
+        paged(cache, metadata),
+        torch.no_grad(),
+        pytest.raises(InvalidInputError, match=f"cannot use a paged cache: .*{reason}"),
+    ):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+
+
+def test_a_model_that_is_not_patched_is_refused():
+    model = families.FAMILIES["deepseek_v3"].build()
+    with pytest.raises(InvalidInputError, match="cache: the model is not patched"):
+        PagedModelCache.allocate(model, num_blocks=2, block_size=4)

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mla_ops.attention import mla_attention
+from mla_ops.errors import InvalidInputError
 from mla_ops.hf.masks import as_bool_mask, bounds_of
-from mla_ops.hf.paged import paged_forward
+from mla_ops.hf.paged import in_paged_batch, paged_forward
 
 __all__ = [
     "IMPLEMENTATION",
@@ -142,18 +143,17 @@ def mla_attention_forward(
             module, query, key, value, mask, dropout, scaling, is_causal, **kwargs
         )
     latent = refusal(module) is None
+    if in_paged_batch():
+        _check_paged(module, latent, dropout, kwargs)
+        scale = module.scaling if scaling is None else scaling
+        return paged_forward(module, query, key, value, scale), None
     if not latent or dropout > 0.0 or kwargs.get("output_attentions"):
         original = original_expand_kv(type(module))
         if latent and original is not None:
             key, value = original(module, key, value)
         return _stock(module, query, key, value, attention_mask, causal, dropout, scaling, kwargs)
 
-    scale = module.scaling if scaling is None else scaling
     indices = kwargs.get("indices")
-    if indices is None and kwargs.get("s_aux") is None:
-        out = paged_forward(module, query, key, value, scale)
-        if out is not None:
-            return out, None
     num_keys = key.shape[2]
     bounds = bounds_of(attention_mask)
     mask = None if bounds is not None else attention_mask
@@ -165,13 +165,29 @@ def mla_attention_forward(
         key[:, 0],
         value[:, 0],
         module.kv_b_proj.weight,
-        softmax_scale=scale,
+        softmax_scale=module.scaling if scaling is None else scaling,
         attn_mask=mask,
         kv_bounds=bounds,
         is_causal=causal and mask is None,
         sinks=kwargs.get("s_aux"),
     )
     return out.transpose(1, 2), None
+
+
+def _check_paged(module: Any, latent: bool, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuse what the paged cache cannot serve: stock code would see the new tokens only."""
+    wrong = {
+        "it runs stock code": not latent,
+        "dropout": dropout > 0.0,
+        "output_attentions": bool(kwargs.get("output_attentions")),
+        "sparse attention": kwargs.get("indices") is not None,
+        "sinks": kwargs.get("s_aux") is not None,
+    }
+    reasons = [reason for reason, holds in wrong.items() if holds]
+    if reasons:
+        raise InvalidInputError(
+            f"layer {module.layer_idx} cannot use a paged cache: {', '.join(reasons)}"
+        )
 
 
 def _select(mask: Tensor | None, indices: Tensor, num_keys: int) -> Tensor:

@@ -20,7 +20,7 @@ from mla_ops.errors import InvalidInputError
 from mla_ops.metadata import MLAMetadata
 from mla_ops.paged import mla_paged_attention, update_kv_cache
 
-__all__ = ["PagedModelCache", "paged", "paged_forward"]
+__all__ = ["PagedModelCache", "in_paged_batch", "paged", "paged_forward"]
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,21 @@ class PagedModelCache:
             kv_scale: one element, for fp8.
 
         Raises:
-            InvalidInputError: the model has no MLA layer.
+            InvalidInputError: the model has no MLA layer, or one would run stock code.
         """
-        from mla_ops.hf.attention import is_mla
+        from mla_ops.hf.attention import IMPLEMENTATION, is_mla, refusal
 
         layers: dict[int, Tensor] = {}
         for module in model.modules():
             if is_mla(module):
                 attention: Any = module
+                why = refusal(attention)
+                if why is None and attention.config._attn_implementation != IMPLEMENTATION:
+                    why = "the model is not patched"
+                if why is not None:
+                    raise InvalidInputError(
+                        f"layer {attention.layer_idx} cannot use a paged cache: {why}"
+                    )
                 weight = attention.kv_b_proj.weight
                 width = attention.kv_lora_rank + attention.qk_rope_head_dim
                 layers[attention.layer_idx] = torch.zeros(
@@ -104,10 +111,15 @@ def paged(cache: PagedModelCache, metadata: MLAMetadata) -> Iterator[None]:
         _batch.reset(token)
 
 
+def in_paged_batch() -> bool:
+    """Whether a `paged` block is active; never in a graph: Dynamo cannot read the variable."""
+    return not torch.compiler.is_compiling() and _batch.get() is not None
+
+
 def paged_forward(
     module: Any, query: Tensor, latent: Tensor, rope: Tensor, scaling: float
-) -> Tensor | None:
-    """Write and attend for one layer, or return None outside of a `paged` block and in a graph.
+) -> Tensor:
+    """Write and attend for one layer inside of a `paged` block.
 
     Args:
         module: the attention module.
@@ -120,12 +132,11 @@ def paged_forward(
         `[1, T, H, V]`.
 
     Raises:
-        InvalidInputError: the batch is not one row, or the layer has no cache.
+        InvalidInputError: there is no block, the batch is not one row, or the layer has no cache.
     """
-    # Dynamo cannot read a context variable; a paged batch is for eager forwards.
-    state = None if torch.compiler.is_compiling() else _batch.get()
+    state = _batch.get()
     if state is None:
-        return None
+        raise InvalidInputError("a paged forward needs an active `paged` block")
     cache, metadata = state
     if query.shape[0] != 1 or latent.shape[2] != query.shape[2]:
         raise InvalidInputError(
