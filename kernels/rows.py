@@ -20,6 +20,7 @@ __all__ = [
     "PagedRows",
     "RowSource",
     "Rows",
+    "as_bytes",
     "check_blocks",
     "flat_rows",
 ]
@@ -199,7 +200,7 @@ class PagedCache:
             position = torch.arange(offset, offset + count, device=pages.device)
             ids = pages[position // self.block_size] * self.pitch + position % self.block_size
             rows = self._gathered[:count]
-            torch.index_select(_bytes(self.flat), 0, ids, out=_bytes(rows))
+            torch.index_select(as_bytes(self.flat), 0, ids, out=as_bytes(rows))
         if self._converted is not None:
             rows = self._converted[:count].copy_(rows)
             if self.scale is not None:
@@ -218,8 +219,12 @@ class PagedCache:
         return int(pages[0]) * self.pitch
 
 
-def _bytes(rows: Tensor) -> Tensor:
-    """View fp8 as bytes: not every kernel knows the dtype."""
+def as_bytes(rows: Tensor) -> Tensor:
+    """View fp8 as bytes, since not every kernel of torch knows the dtype; others stay as they are.
+
+    Args:
+        rows: any shape.
+    """
     return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
 
 

@@ -24,6 +24,7 @@ from mla_ops.kernels.rows import (
     PagedCache,
     PagedRows,
     RowSource,
+    as_bytes,
     check_blocks,
     flat_rows,
 )
@@ -303,11 +304,11 @@ def write(
         # No host sync: a skipped row repeats the write of the first valid one, or what is there.
         first = valid.int().argmax()
         stand_in = torch.where(valid[first], ids[first], 0)
-        there = _as_bytes(flat)[0] if flat.shape[0] else _as_bytes(rows)[0]
-        content = torch.where(valid[first], _as_bytes(rows)[first], there)
+        there = as_bytes(flat)[0] if flat.shape[0] else as_bytes(rows)[0]
+        content = torch.where(valid[first], as_bytes(rows)[first], there)
         ids = torch.where(valid, ids, stand_in)
-        rows = torch.where(valid[:, None], _as_bytes(rows), content)
-    _as_bytes(flat).index_copy_(0, ids, _as_bytes(rows))
+        rows = torch.where(valid[:, None], as_bytes(rows), content)
+    as_bytes(flat).index_copy_(0, ids, as_bytes(rows))
 
 
 def to_cache(rows: Tensor, dtype: torch.dtype, kv_scale: Tensor | None) -> Tensor:
@@ -323,10 +324,6 @@ def to_cache(rows: Tensor, dtype: torch.dtype, kv_scale: Tensor | None) -> Tenso
     limit = torch.finfo(dtype).max
     scaled = rows.float() if kv_scale is None else rows.float() / kv_scale.reshape(())
     return scaled.clamp(-limit, limit).to(dtype)
-
-
-def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
 
 
 def gather(
@@ -358,7 +355,7 @@ def gather(
         used = block_table[i, starts[i] // size : -(-(starts[i] + end - begin) // size)]
         check_blocks(used, -(-(starts[i] + end - begin) // size) - starts[i] // size, kv_cache)
         pages = block_table[i].long()[position // size]
-        rows = _as_bytes(flat)[pages * pitch + position % size].view(kv_cache.dtype)
+        rows = as_bytes(flat)[pages * pitch + position % size].view(kv_cache.dtype)
         target = workspace[begin:end].copy_(rows)
         if kv_scale is not None and kv_cache.dtype.itemsize == 1:
             target.mul_(kv_scale.reshape(()))
