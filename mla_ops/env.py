@@ -11,7 +11,7 @@ import os
 import pathlib
 from dataclasses import dataclass
 
-__all__ = ["VARIABLES", "Variable", "backend", "cache_dir"]
+__all__ = ["VARIABLES", "Variable", "backend", "cache_dir", "disabled_passes"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,11 @@ CACHE_DIR = Variable(
     "folder for downloads and converted models; empty means `mla_ops` in the user's cache folder",
 )
 
-VARIABLES: tuple[Variable, ...] = (BACKEND, CACHE_DIR)
+DISABLE_PASSES = Variable(
+    "MLA_OPS_DISABLE_PASSES", "", "graph passes that do not run: their names, with commas between"
+)
+
+VARIABLES: tuple[Variable, ...] = (BACKEND, CACHE_DIR, DISABLE_PASSES)
 
 
 def _read(variable: Variable) -> str:
@@ -63,3 +67,14 @@ def cache_dir() -> pathlib.Path:
         return pathlib.Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "mla_ops"
+
+
+def disabled_passes() -> tuple[str, ...]:
+    """Return the names in `MLA_OPS_DISABLE_PASSES`.
+
+    Example:
+        >>> import mla_ops.env
+        >>> mla_ops.env.disabled_passes()
+        ()
+    """
+    return tuple(name for part in _read(DISABLE_PASSES).split(",") if (name := part.strip()))
