@@ -166,20 +166,31 @@ def attend(
         out: `[H, S, V]`, written.
         lse: `[H, S]`, written.
     """
-    queries = list(blocks(request.query.shape[1], job.plan.queries))
     for heads in blocks(job.dims.num_heads, job.plan.heads):
-        form = form_of(request.query[heads].to(job.compute), heads)
-        sink = None if sinks is None else sinks[heads, None, None].to(lse.dtype)
-        for where, running in zip(
-            queries, _walk_keys(form, request, heads, queries, job), strict=True
-        ):
-            merged = running.result(sink)
-            if merged is None:
-                out[heads, where] = 0.0
-                lse[heads, where] = float("-inf") if sink is None else sink[..., 0]
-            else:
-                out[heads, where] = form.finish(merged[0].to(job.compute))
-                lse[heads, where] = merged[1][..., 0]
+        _attend_heads(request, form_of, sinks, job, out, lse, heads)
+
+
+def _attend_heads(
+    request: Request,
+    form_of: Callable[[Tensor, slice], Form],
+    sinks: Tensor | None,
+    job: Job,
+    out: Tensor,
+    lse: Tensor,
+    heads: slice,
+) -> None:
+    """Attend for one block of heads; what it holds is free before the next one begins."""
+    queries = list(blocks(request.query.shape[1], job.plan.queries))
+    form = form_of(request.query[heads].to(job.compute), heads)
+    sink = None if sinks is None else sinks[heads, None, None].to(lse.dtype)
+    for where, running in zip(queries, _walk_keys(form, request, heads, queries, job), strict=True):
+        merged = running.result(sink)
+        if merged is None:
+            out[heads, where] = 0.0
+            lse[heads, where] = float("-inf") if sink is None else sink[..., 0]
+        else:
+            out[heads, where] = form.finish(merged[0].to(job.compute))
+            lse[heads, where] = merged[1][..., 0]
 
 
 def form_from_latents(w_kv_b: Tensor, job: Job) -> Callable[[Tensor, slice], Form]:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import MLADims
-from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch
-from mla_ops.kernels import tiled_paged
+from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch, PagedLimits
+from mla_ops.kernels import tiled_memory, tiled_paged
 from mla_ops.kernels.attend import attend, form_from_latents
 from mla_ops.kernels.rows import DenseRows, GivenRows
 from mla_ops.kernels.tiled_backward import Gradients, attend_backward
@@ -186,6 +186,10 @@ class TiledBackend:
     ) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]` of a mixed batch, decodes first."""
         return tiled_paged.paged_attention(query, kv_c, k_pe, w_kv_b, batch, num_decodes)
+
+    def paged_bytes(self, dims: MLADims, limits: PagedLimits) -> dict[str, int]:
+        """Return the bytes that the worst call within the limits holds at once, by part."""
+        return tiled_memory.worst_bytes(dims, limits)
 
     merge_attn_states = staticmethod(tiled_paged.merge)
     update_kv_cache = staticmethod(tiled_paged.write)

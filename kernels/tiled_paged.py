@@ -28,9 +28,17 @@ from mla_ops.kernels.rows import (
     check_blocks,
     flat_rows,
 )
-from mla_ops.kernels.tiling import Job, Request, Visibility, compute_dtype, plan_tiles
+from mla_ops.kernels.tiling import Job, Plan, Request, Visibility, compute_dtype, plan_tiles
 
-__all__ = ["gather", "merge", "paged_attention", "ragged_prefill", "to_cache", "write"]
+__all__ = [
+    "gather",
+    "merge",
+    "paged_attention",
+    "plan_paged",
+    "ragged_prefill",
+    "to_cache",
+    "write",
+]
 
 _PAGED_KEYS = 4096
 
@@ -96,32 +104,42 @@ def paged_attention(
                 if ragged.new(i) > 0 and (ragged.new(i) > dims.expand_threshold) == expand
             ]
             if group:
-                job = _plan(group, query, batch, ragged, dims, expand)
-                _attend_group(group, query, new, w_kv_b, batch, ragged, job, out, lse)
+                _attend_group(group, query, new, w_kv_b, batch, ragged, dims, expand, out, lse)
     return out, lse
 
 
-def _plan(
-    group: list[int],
-    query: Tensor,
-    batch: PagedBatch,
-    ragged: _Ragged,
+def plan_paged(
     dims: MLADims,
+    num_queries: int,
+    num_keys: int,
+    *,
+    workspace_tokens: int | None,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
     expand: bool,
-) -> Job:
-    """Plan the requests of one form together: they share the scratch."""
-    compute = compute_dtype(query.dtype, query.device)
-    limit = min(_PAGED_KEYS, batch.workspace_tokens or _PAGED_KEYS)
-    plan = plan_tiles(
+) -> Plan:
+    """Plan the requests of one form together: they share the scratch.
+
+    Args:
+        dims: widths of the layer.
+        num_queries: most new tokens of one of them.
+        num_keys: length of the longest one.
+        workspace_tokens: most keys in one tile, None for no limit of the caller's.
+        dtype: of the inputs.
+        cache_dtype: of the cache.
+        device: where the tensors are.
+        expand: the form.
+    """
+    return plan_tiles(
         dims,
-        max(ragged.new(i) for i in group),
-        max(ragged.lens[i] for i in group),
-        workspace_tokens=limit,
-        device=query.device,
-        converts=compute != batch.kv_cache.dtype,
+        num_queries,
+        num_keys,
+        workspace_tokens=min(_PAGED_KEYS, workspace_tokens or _PAGED_KEYS),
+        device=device,
+        converts=compute_dtype(dtype, device) != cache_dtype,
         expand=expand,
     )
-    return Job(dims, plan, batch.softmax_scale, query, compute)
 
 
 def _attend_group(
@@ -131,11 +149,24 @@ def _attend_group(
     w_kv_b: Tensor,
     batch: PagedBatch,
     ragged: _Ragged,
-    job: Job,
+    dims: MLADims,
+    expand: bool,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """Attend for requests of one form; `new` holds the activations, None where all is cached."""
+    plan = plan_paged(
+        dims,
+        max(ragged.new(i) for i in group),
+        max(ragged.lens[i] for i in group),
+        workspace_tokens=batch.workspace_tokens,
+        dtype=query.dtype,
+        cache_dtype=batch.kv_cache.dtype,
+        device=query.device,
+        expand=expand,
+    )
+    compute = compute_dtype(query.dtype, query.device)
+    job = Job(dims, plan, batch.softmax_scale, query, compute)
     cache = PagedCache(batch.kv_cache, job.dims, batch.kv_scale, job.compute, job.plan.keys)
     form_of = form_from_latents(w_kv_b, job)
     for i in group:

@@ -14,21 +14,24 @@ from mla_ops.dims import MLADims, stat_dtype
 from mla_ops.kernels.rows import ExpandedRows, Rows, RowSource
 
 __all__ = [
+    "MOST_QUERIES",
     "Job",
     "Plan",
     "Request",
+    "Scratch",
     "Tile",
     "Visibility",
     "blocks",
     "compute_dtype",
     "finite",
     "plan_tiles",
+    "scratch_sizes",
 ]
 
 _CPU_ELEMENTS_PER_THREAD = 1024 * 1024
 _DEVICE_ELEMENTS = 32 * 1024 * 1024
 _EXPANDED_KEYS = 512
-_QUERIES = 256
+MOST_QUERIES = 256
 _ABSORBED_ROWS = 512
 _CONVERTED_KEYS = 2048
 
@@ -107,7 +110,7 @@ def plan_tiles(
     budget = _CPU_ELEMENTS_PER_THREAD * torch.get_num_threads() if on_cpu else _DEVICE_ELEMENTS
     if expand is None:
         expand = num_queries > dims.expand_threshold
-    queries = max(1, min(num_queries, _QUERIES))
+    queries = max(1, min(num_queries, MOST_QUERIES))
     if expand:
         keys = _EXPANDED_KEYS
         heads = budget // (queries * keys)
@@ -133,6 +136,45 @@ def blocks(total: int, size: int, begin: int = 0) -> Iterator[slice]:
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     return (slice(i, min(i + size, total)) for i in range(begin, total, size))
+
+
+class Scratch(NamedTuple):
+    """Elements of a job's buffers.
+
+    Attributes:
+        tile: scores in the dtype of statistics, and again in the compute dtype if that is another.
+        pair: output of `kv_b_proj` for one tile, in the compute dtype.
+        keys: keys by head, likewise.
+        values: values by head, likewise.
+    """
+
+    tile: int
+    pair: int
+    keys: int
+    values: int
+
+    def nbytes(self, stats: torch.dtype, compute: torch.dtype) -> int:
+        """Return the bytes of all buffers."""
+        low = 0 if compute == stats else self.tile
+        expanded = self.pair + self.keys + self.values
+        return self.tile * stats.itemsize + (low + expanded) * compute.itemsize
+
+
+def scratch_sizes(dims: MLADims, plan: Plan) -> Scratch:
+    """Return the sizes of a job's buffers, for its allocation and for whoever reserves it.
+
+    Args:
+        dims: widths of the layer.
+        plan: tile sizes and form.
+    """
+    rows = plan.heads * plan.keys if plan.expand else 0
+    pair = dims.qk_nope_head_dim + dims.v_head_dim
+    return Scratch(
+        tile=plan.heads * plan.queries * plan.keys,
+        pair=rows * pair,
+        keys=rows * dims.qk_head_dim,
+        values=rows * dims.v_head_dim,
+    )
 
 
 class Job:
@@ -162,15 +204,13 @@ class Job:
         """
         self.dims, self.plan, self.scale, self.compute = dims, plan, scale, compute
         self.stats = stat_dtype(like.dtype)
-        tile = plan.heads * plan.queries * plan.keys
-        rows = plan.heads * plan.keys if plan.expand else 0
-        pair = dims.qk_nope_head_dim + dims.v_head_dim
-        self._scores = like.new_empty(tile, dtype=self.stats)
+        scratch = scratch_sizes(dims, plan)
+        self._scores = like.new_empty(scratch.tile, dtype=self.stats)
         shared = compute == self.stats
-        self._low = self._scores if shared else like.new_empty(tile, dtype=compute)
-        self._pair = like.new_empty(rows * pair, dtype=compute)
-        self._keys = like.new_empty(rows * dims.qk_head_dim, dtype=compute)
-        self._values = like.new_empty(rows * dims.v_head_dim, dtype=compute)
+        self._low = self._scores if shared else like.new_empty(scratch.tile, dtype=compute)
+        self._pair = like.new_empty(scratch.pair, dtype=compute)
+        self._keys = like.new_empty(scratch.keys, dtype=compute)
+        self._values = like.new_empty(scratch.values, dtype=compute)
 
     def scores(self, shape: tuple[int, int, int]) -> Tensor:
         """Return the fp32 scores of a tile `[h, s, C]`, uninitialised."""

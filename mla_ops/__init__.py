@@ -37,6 +37,15 @@ from mla_ops.paged import (
     mla_prefill,
     update_kv_cache,
 )
+from mla_ops.workspace import (
+    ServingLimits,
+    Workspace,
+    WorkspaceBytes,
+    profile,
+    reserve_workspace,
+    workspace_bytes,
+    workspace_tokens,
+)
 
 if TYPE_CHECKING:
     from mla_ops.hf.patch import patch, report, unpatch
@@ -60,7 +69,10 @@ __all__ = [
     "MLAOutput",
     "PatchError",
     "RewriteError",
+    "ServingLimits",
     "UnsupportedInputError",
+    "Workspace",
+    "WorkspaceBytes",
     "available_backends",
     "build_metadata",
     "gather_kv_cache",
@@ -72,12 +84,16 @@ __all__ = [
     "mla_paged_attention",
     "mla_prefill",
     "patch",
+    "profile",
     "register_backend",
     "reorder_batch",
     "report",
+    "reserve_workspace",
     "unpatch",
     "update_kv_cache",
     "use_backend",
+    "workspace_bytes",
+    "workspace_tokens",
 ]
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mla_ops import env
+from mla_ops.dims import MLADims
 from mla_ops.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "Call",
     "Capabilities",
     "PagedBatch",
+    "PagedLimits",
+    "SizedBackend",
     "available_backends",
     "get_backend",
     "register_backend",
@@ -124,6 +127,28 @@ class PagedBatch(NamedTuple):
     kv_scale: Tensor | None
     softmax_scale: float
     workspace_tokens: int | None
+
+
+class PagedLimits(NamedTuple):
+    """What a batch over a paged cache holds at most; see `mla_ops.ServingLimits`."""
+
+    num_tokens: int
+    max_seq_len: int
+    block_size: int
+    workspace_tokens: int
+    decode_threshold: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: torch.device
+
+
+@runtime_checkable
+class SizedBackend(Protocol):
+    """A backend that knows its memory; others are taken to gather and expand whole chunks."""
+
+    def paged_bytes(self, dims: MLADims, limits: PagedLimits) -> dict[str, int]:
+        """Return the bytes that the worst call within the limits holds at once, by part."""
+        ...
 
 
 @runtime_checkable

@@ -33,10 +33,10 @@ TEST_FILE_LINES = 500
 ADAPTERS = ("hf", "kernels", "parallel", "passes")
 LAYERS = (
     ("dims", "env", "errors"),
-    ("chunking", "metadata", "reference", "validation", "validation_paged", "workspace"),
+    ("chunking", "metadata", "reference", "validation", "validation_paged"),
     ("dispatch", "reference_backend"),
     ("ops",),
-    ("attention", "paged"),
+    ("attention", "paged", "workspace"),
     ADAPTERS,  # of which none imports another
     ("__init__",),
     ("bench", "cli", "demo", "testing"),
