@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["VERBS", "build_app", "main"]
 
-VERBS = {"bench": "mla_ops.bench.command", "demo": "mla_ops.demo.command"}
+VERBS = {
+    "accuracy": "mla_ops.accuracy.command",
+    "bench": "mla_ops.bench.command",
+    "demo": "mla_ops.demo.command",
+}
 """Verb to the module that holds the function of that name."""
 
 PIP_LINE = "pip install 'mla-ops[demo]'"

@@ -137,6 +137,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     }
     assert {file for file in files if file.endswith(".py")} == sources
     assert "mla_ops/py.typed" in files
+    assert "mla_ops/accuracy/word_problems.yaml" in files
+    assert "mla_ops/accuracy/data/word_problems.jsonl" in files
     assert {file.split("/")[0].split("-")[0] for file in files} == {"mla_ops"}
 
 

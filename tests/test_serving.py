@@ -8,6 +8,7 @@ import torch
 
 import mla_ops
 import mla_ops.hf
+from mla_ops import env
 from mla_ops.errors import InvalidInputError
 from mla_ops.hf.paged import PagedModelCache, paged
 from mla_ops.hf.serving import TokenBudgetRunner
@@ -30,13 +31,11 @@ def _prompts() -> list[list[int]]:
     return [ids.tolist() for ids in draw]
 
 
-@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3_yarn", "minicpm3"])
-def one_shot(request):
-    """A model, and what stock generation says: tokens, and the logits they were chosen from."""
-    model = families.FAMILIES[request.param].build()
+def _stock(model, prompts):
+    """What stock generation says: tokens, and the logits they were chosen from."""
     model.generation_config.eos_token_id = None
     expected = []
-    for prompt in _prompts():
+    for prompt in prompts:
         result = model.generate(
             torch.tensor([prompt]),
             max_new_tokens=NEW_TOKENS,
@@ -46,12 +45,38 @@ def one_shot(request):
         )
         tokens = tuple(result.sequences[0, len(prompt) :].tolist())
         expected.append((tokens, torch.cat(result.logits)))
+    return expected
+
+
+@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3_yarn", "minicpm3"])
+def one_shot(request):
+    """A model, patched, and what stock generation says."""
+    model = families.FAMILIES[request.param].build()
+    expected = _stock(model, _prompts())
     return mla_ops.patch(model), expected
 
 
-def _serve(model, **options):
+@pytest.fixture(scope="module")
+def demo():
+    """The model of the demo, patched, three pieces of text, and what stock generation says."""
+    loading = pytest.importorskip("mla_ops.demo.model")
+    folder = env.cache_dir() / "smollm2-135m-instruct-mla-float32"
+    if not loading.is_intact(folder, f"{loading.SMOLLM2.sha256}-{loading.RECIPE}"):
+        pytest.skip(
+            f"the model of the demo is not in {env.cache_dir()} (`mla-ops accuracy` puts it there)"
+        )
+    loaded = loading.load_pretrained(torch.float32, env.cache_dir())
+    ids = loaded.tokenizer(loaded.filler).input_ids
+    prompts = [
+        ids[start : start + length] for start, length in zip((0, 200, 400), LENGTHS, strict=True)
+    ]
+    expected = _stock(loaded.model, prompts)
+    return mla_ops.patch(loaded.model), prompts, expected
+
+
+def _serve(model, prompts=None, **options):
     runner = TokenBudgetRunner(model, **options)
-    prompts, done = _prompts(), {}
+    prompts, done = prompts or _prompts(), {}
     names = [runner.add(prompts[0], NEW_TOKENS)]
     for prompt, steps in ((prompts[1], 2), (prompts[2], 1)):
         for _ in range(steps):
@@ -76,6 +101,53 @@ def test_tokens_do_not_depend_on_budget_or_pages(one_shot, budget, block_size):
         for completion, (tokens, logits) in zip(completions, expected, strict=True):
             assert completion.tokens == tokens
             torch.testing.assert_close(completion.logits, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [1, 2, 3, 16, 64, 1024])
+@pytest.mark.parametrize(
+    ("block_size", "workspace"), [(1, 64), (16, 16), (16, 65536), (64, 64), (64, 65536)]
+)
+def test_the_demo_model_says_the_same(demo, budget, block_size, workspace):
+    model, prompts, expected = demo
+    completions, _ = _serve(
+        model,
+        prompts,
+        token_budget=budget,
+        num_blocks=160 // block_size + 6,
+        block_size=block_size,
+        workspace_tokens=workspace,
+    )
+    for completion, (tokens, logits) in zip(completions, expected, strict=True):
+        assert completion.tokens == tokens
+        scale = logits.abs().max().item()
+        torch.testing.assert_close(completion.logits, logits, rtol=0.0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 16, 1024])
+def test_prompts_are_scored_however_they_are_cut(one_shot, budget):
+    model, expected = one_shot
+    runner = TokenBudgetRunner(
+        model, token_budget=budget, num_blocks=40, block_size=4, workspace_tokens=16
+    )
+    scored = [runner.add(prompt, 2, prompt_logprobs=True) for prompt in _prompts()]
+    plain = runner.add(_prompts()[0], 2)
+    done = runner.run()
+    assert done[plain].prompt_logprobs is None
+    for name, prompt, (tokens, logits) in zip(scored, _prompts(), expected, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            scores = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        want = scores.gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(done[name].prompt_logprobs, want, rtol=1e-5, atol=1e-5)
+        assert done[name].tokens == tokens[:2]
+        torch.testing.assert_close(done[name].logits, logits[:2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_of_one_token_has_no_scores(one_shot):
+    runner = TokenBudgetRunner(one_shot[0], token_budget=4, num_blocks=2, block_size=4)
+    name = runner.add([5], 1, prompt_logprobs=True)
+    assert runner.run()[name].prompt_logprobs.shape == (0,)
 
 
 def test_blocks_are_returned_and_used_again(one_shot):

@@ -39,7 +39,7 @@ LAYERS = (
     ("attention", "paged", "workspace"),
     ADAPTERS,  # of which none imports another
     ("__init__",),
-    ("bench", "cli", "demo", "testing"),
+    ("accuracy", "bench", "cli", "demo", "testing"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # These see less than the layers below them.

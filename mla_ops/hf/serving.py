@@ -8,6 +8,7 @@ and reading, not for production.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,13 +27,22 @@ class _Request:
     tokens: list[int]
     prompt: int
     max_new_tokens: int
+    scores_prompt: bool = False
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
 
     @property
     def pending(self) -> int:
         """Tokens that are known but not in the cache."""
         return len(self.tokens) - self.cached
+
+    def needed(self, count: int) -> range:
+        """Which of its next `count` tokens' logits are needed."""
+        if self.scores_prompt and self.cached < self.prompt:
+            return range(count)
+        return range(count - 1 if count == self.pending else count, count)
 
 
 @dataclass(frozen=True)
@@ -42,10 +52,13 @@ class Completion:
     Attributes:
         tokens: what was generated.
         logits: `[len(tokens), vocab]`, the logits that each token was chosen from, fp32.
+        prompt_logprobs: `[len(prompt) - 1]`, the log-probability of each prompt token after the
+            first, fp32; None unless asked for.
     """
 
     tokens: tuple[int, ...]
     logits: Tensor
+    prompt_logprobs: Tensor | None = None
 
 
 class TokenBudgetRunner:
@@ -107,15 +120,17 @@ class TokenBudgetRunner:
         )
         self._free = list(range(num_blocks))
         self._active: list[_Request] = []
-        self._logits: dict[int, list[Tensor]] = {}
         self._count = 0
 
-    def add(self, prompt: list[int], max_new_tokens: int = 8) -> int:
+    def add(
+        self, prompt: list[int], max_new_tokens: int = 8, *, prompt_logprobs: bool = False
+    ) -> int:
         """Queue a request and return its number.
 
         Args:
             prompt: at least one token.
             max_new_tokens: at least 1.
+            prompt_logprobs: whether the prompt itself is scored.
 
         Raises:
             InvalidInputError: the prompt is empty, or the cache cannot hold the request.
@@ -130,8 +145,9 @@ class TokenBudgetRunner:
             raise InvalidInputError(
                 f"the request needs {needed} blocks, the cache has {self.cache.num_blocks}"
             )
-        self._active.append(_Request(self._count, list(prompt), len(prompt), max_new_tokens))
-        self._logits[self._count] = []
+        self._active.append(
+            _Request(self._count, list(prompt), len(prompt), max_new_tokens, prompt_logprobs)
+        )
         self._count += 1
         return self._count - 1
 
@@ -154,12 +170,15 @@ class TokenBudgetRunner:
         batch = [batch[i] for i in order]
         tokens = [t for r, n in batch for t in r.tokens[r.cached : r.cached + n]]
         positions = [p for r, n in batch for p in range(r.cached, r.cached + n)]
+        starts = accumulate((n for _, n in batch), initial=0)
+        rows = [s + i for s, (r, n) in zip(starts, batch, strict=False) for i in r.needed(n)]
         device = self.cache.layers[min(self.cache.layers)].device
         with torch.no_grad(), paged(self.cache, metadata):
             logits = self.model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.tensor([positions], device=device),
                 use_cache=False,
+                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
             ).logits[0]
         return self._advance(batch, logits)
 
@@ -193,18 +212,33 @@ class TokenBudgetRunner:
 
     def _advance(self, batch: list[tuple[_Request, int]], logits: Tensor) -> dict[int, Completion]:
         done: dict[int, Completion] = {}
-        last = -1
-        for request, count in batch:
-            last += count
+        sizes = [len(request.needed(count)) for request, count in batch]
+        for (request, count), rows in zip(batch, logits.split(sizes), strict=True):
+            if request.scores_prompt:
+                request.logprobs.append(_logprobs(request, rows))
             request.cached += count
             if request.pending:
                 continue
-            self._logits[request.name].append(logits[last].float())
-            request.tokens.append(int(logits[last].argmax()))
+            request.logits.append(rows[-1].to(torch.float32, copy=True))
+            request.tokens.append(int(rows[-1].argmax()))
             if len(request.tokens) - request.prompt == request.max_new_tokens:
-                tokens = tuple(request.tokens[request.prompt :])
-                chosen_from = torch.stack(self._logits.pop(request.name))
-                done[request.name] = Completion(tokens, chosen_from)
+                done[request.name] = _complete(request)
                 self._free += request.blocks
                 self._active.remove(request)
         return done
+
+
+def _logprobs(request: _Request, rows: Tensor) -> Tensor:
+    """Score the prompt tokens that follow the next ones to be cached."""
+    targets = request.tokens[request.cached + 1 : request.prompt][: len(rows)]
+    chosen = torch.tensor(targets, dtype=torch.long, device=rows.device)
+    scores = rows[: len(targets)].float().log_softmax(-1)
+    return scores.gather(-1, chosen[:, None])[:, 0]
+
+
+def _complete(request: _Request) -> Completion:
+    return Completion(
+        tokens=tuple(request.tokens[request.prompt :]),
+        logits=torch.stack(request.logits),
+        prompt_logprobs=torch.cat(request.logprobs) if request.scores_prompt else None,
+    )
