@@ -22,9 +22,10 @@ __all__ = ["VERBS", "build_app", "main"]
 VERBS = {
     "accuracy": "mla_ops.accuracy.command",
     "bench": "mla_ops.bench.command",
+    "compile-kernels": "mla_ops.kernels_command",
     "demo": "mla_ops.demo.command",
 }
-"""Verb to the module that holds the function of that name."""
+"""Verb to the module that holds the function of that name, with `_` for `-`."""
 
 PIP_LINE = "pip install 'mla-ops[demo]'"
 
@@ -58,7 +59,7 @@ def build_app() -> typer.Typer:
         """Multi-head latent attention for PyTorch and transformers."""
 
     for verb, module in VERBS.items():
-        app.command(verb)(getattr(importlib.import_module(module), verb))
+        app.command(verb)(getattr(importlib.import_module(module), verb.replace("-", "_")))
     return app
 
 

@@ -263,6 +263,7 @@ class Backend(Protocol):
 class _Entry(NamedTuple):
     load: Callable[[], Backend]
     automatic: bool
+    devices: frozenset[str] | None = None  # on which `auto` asks it; elsewhere it is not imported
 
 
 def _lazy(module: str, attribute: str) -> Callable[[], Backend]:
@@ -275,6 +276,9 @@ def _lazy(module: str, attribute: str) -> Callable[[], Backend]:
 
 
 _registry: dict[str, _Entry] = {
+    "triton": _Entry(
+        _lazy("mla_ops.kernels.triton.backend", "TritonBackend"), True, frozenset({"cuda"})
+    ),
     "tiled": _Entry(_lazy("mla_ops.kernels.tiled", "TiledBackend"), True),
     "reference": _Entry(_lazy("mla_ops.reference_backend", "ReferenceBackend"), False),
 }
@@ -287,7 +291,7 @@ def available_backends() -> tuple[str, ...]:
     Example:
         >>> import mla_ops
         >>> mla_ops.available_backends()
-        ('tiled', 'reference')
+        ('triton', 'tiled', 'reference')
     """
     return tuple(_registry)
 
@@ -380,6 +384,10 @@ def _select(call: Call, name: str) -> Backend:
     names = [n for n, entry in _registry.items() if entry.automatic] if name == "auto" else [name]
     reasons = {}
     for candidate in names:
+        devices = _registry[candidate].devices if name == "auto" else None
+        if devices is not None and call.device not in devices:
+            reasons[candidate] = [f"is asked on {', '.join(sorted(devices))} only, unless by name"]
+            continue
         try:
             backend = get_backend(candidate)
         except BackendUnavailableError as error:

@@ -11,7 +11,15 @@ import os
 import pathlib
 from dataclasses import dataclass
 
-__all__ = ["VARIABLES", "Variable", "backend", "cache_dir", "disabled_passes"]
+__all__ = [
+    "VARIABLES",
+    "Variable",
+    "autotune",
+    "backend",
+    "batch_invariant",
+    "cache_dir",
+    "disabled_passes",
+]
 
 
 @dataclass(frozen=True)
@@ -31,12 +39,21 @@ CACHE_DIR = Variable(
     "",
     "folder for downloads and converted models; empty means `mla_ops` in the user's cache folder",
 )
+AUTOTUNE = Variable(
+    "MLA_OPS_AUTOTUNE", "0", "1: the Triton backend times its tile sizes once per kind of call"
+)
+BATCH_INVARIANT = Variable(
+    "MLA_OPS_BATCH_INVARIANT",
+    "0",
+    "1: the Triton backend cuts contexts at fixed places, so that a decode has the same bits "
+    "whatever else is in its batch",
+)
 
 DISABLE_PASSES = Variable(
     "MLA_OPS_DISABLE_PASSES", "", "graph passes that do not run: their names, with commas between"
 )
 
-VARIABLES: tuple[Variable, ...] = (BACKEND, CACHE_DIR, DISABLE_PASSES)
+VARIABLES: tuple[Variable, ...] = (BACKEND, CACHE_DIR, DISABLE_PASSES, AUTOTUNE, BATCH_INVARIANT)
 
 
 def _read(variable: Variable) -> str:
@@ -67,6 +84,28 @@ def cache_dir() -> pathlib.Path:
         return pathlib.Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "mla_ops"
+
+
+def autotune() -> bool:
+    """Return whether tile sizes are to be timed.
+
+    Example:
+        >>> import mla_ops.env
+        >>> mla_ops.env.autotune()
+        False
+    """
+    return _read(AUTOTUNE) == "1"
+
+
+def batch_invariant() -> bool:
+    """Return whether a decode's bits must not depend on its batch.
+
+    Example:
+        >>> import mla_ops.env
+        >>> mla_ops.env.batch_invariant()
+        False
+    """
+    return _read(BATCH_INVARIANT) == "1"
 
 
 def disabled_passes() -> tuple[str, ...]:

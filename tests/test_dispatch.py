@@ -71,20 +71,20 @@ def unavailable(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def test_auto_prefers_the_fast_backend() -> None:
-    assert mla_ops.available_backends() == ("tiled", "reference")
+    assert mla_ops.available_backends() == ("triton", "tiled", "reference")
     assert select(CALL).name == "tiled"
 
 
 def test_auto_never_takes_the_oracle() -> None:
     with pytest.raises(mla_ops.UnsupportedInputError) as caught:
         select(CALL._replace(dtype=torch.int32))
-    assert list(caught.value.reasons) == ["tiled"]
+    assert list(caught.value.reasons) == ["triton", "tiled"]
 
 
 def test_a_backend_of_ten_lines() -> None:
     assert isinstance(Toy(), Backend) is False  # it has no backward, and needs none
     mla_ops.register_backend(Toy())
-    assert mla_ops.available_backends() == ("toy", "tiled", "reference")
+    assert mla_ops.available_backends() == ("toy", "triton", "tiled", "reference")
     assert toy_took_it()
     out, _ = attend()
     assert out.shape == (1, 3, 2, 12)
@@ -93,7 +93,7 @@ def test_a_backend_of_ten_lines() -> None:
 def test_the_newest_backend_comes_first_and_others_fill_in() -> None:
     mla_ops.register_backend(Toy())
     mla_ops.register_backend(Picky())
-    assert mla_ops.available_backends() == ("picky", "toy", "tiled", "reference")
+    assert mla_ops.available_backends() == ("picky", "toy", "triton", "tiled", "reference")
     assert select(CALL).name == "toy"
     assert select(CALL._replace(dtype=torch.float16)).name == "picky"
     assert select(CALL._replace(op="mla_attention_backward")).name == "tiled"
@@ -135,14 +135,15 @@ def test_a_refusal_lists_every_reason_of_every_backend(monkeypatch: pytest.Monke
     with pytest.raises(mla_ops.UnsupportedInputError) as caught:
         select(Call("mla_paint", "cpu", torch.int8))
     reasons = caught.value.reasons
-    assert list(reasons) == ["broken", "picky", "tiled"]
+    assert list(reasons) == ["broken", "picky", "triton", "tiled"]
     assert "cannot be loaded" in reasons["broken"][0]
     assert reasons["picky"] == [
         "has no mla_paint, only mla_attention",
         "does not compute in int8, only in float16",
     ]
     assert reasons["tiled"][0].startswith("has no mla_paint, only gather_kv_cache, merge_attn_s")
-    assert len(str(caught.value).splitlines()) == 4
+    assert reasons["triton"] == ["is asked on cuda only, unless by name"]
+    assert len(str(caught.value).splitlines()) == 5
 
 
 def test_capabilities_give_reasons() -> None:

@@ -39,12 +39,12 @@ LAYERS = (
     ("attention", "paged", "workspace"),
     ADAPTERS,  # of which none imports another
     ("__init__",),
-    ("accuracy", "bench", "cli", "demo", "testing"),
+    ("accuracy", "bench", "cli", "demo", "kernels_command", "testing"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # These see less than the layers below them.
 ONLY = {
-    "kernels": {"dims", "dispatch", "errors"},
+    "kernels": {"chunking", "dims", "dispatch", "env", "errors"},
     "passes": {"attention", "dims", "env", "errors", "ops"},
 }
 # The one import that points upwards: the registry loads a backend when it is chosen.

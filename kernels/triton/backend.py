@@ -1,0 +1,105 @@
+"""The Triton backend: what it takes, and which kernels a call becomes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch
+from mla_ops.kernels.triton import cache, dense, merge, paged
+from mla_ops.kernels.triton.primitives import INTERPRETED
+
+__all__ = ["TritonBackend"]
+
+_REASONS = {"mla_attention_backward": "backward: not on this backend yet"}
+
+
+class TritonBackend:
+    """Attention in Triton kernels, on GPUs; on CPU tensors in Triton's interpreter."""
+
+    name = "triton"
+    capabilities = Capabilities(
+        ops=OPS - _REASONS.keys(),
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        devices=frozenset({"cpu", "cuda"} if INTERPRETED.value else {"cuda"}),
+    )
+
+    def not_supported_reasons(self, call: Call) -> list[str]:
+        """Return why this backend cannot take `call`."""
+        if call.op in _REASONS:
+            return [_REASONS[call.op]]
+        reasons = self.capabilities.not_supported_reasons(call)
+        if call.device == "cpu" and not INTERPRETED.value:
+            reasons.append("TRITON_INTERPRET=1, set before triton is imported, runs it on a CPU")
+        return reasons
+
+    def mla_attention(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `out` `[B, H, S, V]` and `lse` `[B, H, S]`."""
+        return dense.attention(query, kv_c, k_pe, w_kv_b, options)
+
+    def mla_attention_backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Refuse: `not_supported_reasons` says so, and dispatch asks it first."""
+        raise NotImplementedError(_REASONS["mla_attention_backward"])
+
+    def mla_prefill(
+        self,
+        query: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]` of ragged attention over expanded keys and values."""
+        del max_seqlen_q, max_seqlen_k  # the lengths themselves are read, on the device
+        return paged.ragged_prefill(
+            query, k_nope, k_pe, value, cu_seqlens_q, cu_seqlens_k, softmax_scale, is_causal
+        )
+
+    def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the cache too."""
+        return paged.decode(query, w_kv_b, batch)
+
+    def mla_chunked_prefill(
+        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, batch: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the activations."""
+        return paged.attention(query, kv_c, k_pe, w_kv_b, batch, 0)
+
+    def mla_paged_attention(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        batch: PagedBatch,
+        num_decodes: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]` of a mixed batch, decodes first."""
+        return paged.attention(query, kv_c, k_pe, w_kv_b, batch, num_decodes)
+
+    merge_attn_states = staticmethod(merge.merge_attn_states)
+    update_kv_cache = staticmethod(cache.update_kv_cache)
+    gather_kv_cache = staticmethod(cache.gather_kv_cache)

@@ -1,0 +1,270 @@
+"""Tile sizes: a table by rows, shared memory, block size and dtype, and how to choose from it.
+
+The first entry that fits is taken, so that a call runs the same tiles on every machine of a kind
+and with every batch. With `MLA_OPS_AUTOTUNE=1` the entries that fit are timed once per kind of
+call instead. The entries are those that `mla-ops compile-kernels` has seen compile without a spill
+in a main loop; the choice may differ between versions of Triton, the code does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import triton
+
+from mla_ops import env
+
+__all__ = [
+    "ARCHS",
+    "Arch",
+    "Config",
+    "absorbed_configs",
+    "arch_of",
+    "block_ids",
+    "every_config",
+    "expanded_configs",
+    "override",
+    "padded",
+    "run_chosen",
+]
+
+VERSION: tuple[int, ...] = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+class Config(NamedTuple):
+    """Tile sizes of one kernel.
+
+    Attributes:
+        block_m: rows per program.
+        block_n: keys per tile.
+        num_warps: warps per program.
+        num_stages: tiles in flight, and one.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        """Write it as the tables do."""
+        return f"{self.block_m}x{self.block_n} w{self.num_warps} st{self.num_stages}"
+
+
+class Arch(NamedTuple):
+    """What of a GPU the choice depends on.
+
+    Attributes:
+        name: `sm90`, `gfx942`, and so on; `interpreter` for CPU tensors.
+        shared: bytes of shared memory that one program may use.
+        processors: how many programs run at once, at least.
+    """
+
+    name: str
+    shared: int
+    processors: int
+
+    @property
+    def is_hip(self) -> bool:
+        """Whether it is one of AMD's."""
+        return self.name.startswith("gfx")
+
+
+ARCHS: dict[str, Arch] = {
+    arch.name: arch
+    for arch in (
+        Arch("sm80", 166_912, 108),
+        Arch("sm86", 101_376, 84),
+        Arch("sm89", 101_376, 128),
+        Arch("sm90", 232_448, 132),
+        Arch("sm100", 232_448, 148),
+        Arch("sm120", 101_376, 170),
+        Arch("gfx942", 65_536, 304),
+        Arch("gfx950", 163_840, 256),
+    )
+}
+"""The targets of ahead-of-time compilation."""
+
+_INTERPRETER = Arch("interpreter", 232_448, 4)
+_TUNED: dict[object, Config] = {}
+_forced: dict[str, Config] = {}
+_forced_arch: list[Arch] = []
+
+
+@functools.cache
+def _arch_of(index: int) -> Arch:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        name = properties.gcnArchName.partition(":")[0]
+        shared = ARCHS[name].shared if name in ARCHS else 65_536
+    else:
+        name = f"sm{properties.major}{properties.minor}"
+        shared = getattr(properties, "shared_memory_per_block_optin", 49_152)
+    return Arch(name, shared, properties.multi_processor_count)
+
+
+def arch_of(tensor: torch.Tensor) -> Arch:
+    """Return what is known of the device of a tensor.
+
+    Args:
+        tensor: on a GPU, or on the CPU in the interpreter.
+    """
+    if tensor.is_cuda:
+        return _arch_of(tensor.get_device())
+    return _forced_arch[-1] if _forced_arch else _INTERPRETER
+
+
+def padded(width: int) -> int:
+    """Return the power of two, at least 16, that a tile of this width takes."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def block_ids(block_size: int, block_n: int) -> int:
+    """Return how many block ids a tile of keys has; -1 when every key looks up its own."""
+    if block_size % block_n == 0:
+        return 1
+    if block_n % block_size == 0 and block_n // block_size in (2, 4):
+        return block_n // block_size
+    return -1
+
+
+_ABSORBED: dict[int, tuple[Config, ...]] = {
+    16: (Config(16, 32, 4, 3), Config(16, 64, 8, 2), Config(16, 32, 4, 2), Config(16, 16, 4, 2)),
+    32: (Config(32, 64, 8, 2), Config(32, 32, 8, 2), Config(32, 16, 4, 2)),
+    64: (Config(64, 32, 8, 3), Config(64, 32, 8, 2)),
+}
+_ABSORBED_HIP: dict[int, tuple[Config, ...]] = {
+    16: (Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
+    32: (Config(32, 16, 4, 1), Config(16, 16, 4, 1)),
+}
+_EXPANDED: tuple[Config, ...] = (
+    Config(128, 64, 8, 2),
+    Config(128, 32, 8, 2),
+    Config(64, 64, 4, 2),
+    Config(64, 32, 4, 2),
+    Config(32, 32, 4, 2),
+)
+_EXPANDED_FP32 = (Config(32, 16, 8, 2), Config(16, 16, 4, 1))
+_EXPANDED_HIP: tuple[Config, ...] = (Config(128, 32, 4, 1), Config(64, 32, 4, 1))
+_FEW_ROWS = Config(16, 16, 4, 1)
+_OFFERS = 2
+# Where 64 rows leave no spill in the main loop; elsewhere two programs take 32 rows each.
+_WIDE = ("sm90",)
+
+
+def _fits(config: Config, arch: Arch, bytes_per_key: int, bytes_per_row: int) -> bool:
+    tiles = max(1, config.num_stages - 1)
+    need = config.block_n * bytes_per_key * tiles + config.block_m * bytes_per_row
+    return need <= arch.shared
+
+
+@functools.cache
+def absorbed_configs(
+    rows: int, latent: int, rope: int, itemsize: int, fp8: bool, arch: Arch
+) -> list[Config]:
+    """Return the tile sizes offered for the absorbed form, best first.
+
+    Args:
+        rows: query tokens times heads of a request.
+        latent: L.
+        rope: R.
+        itemsize: bytes of an element of the query.
+        fp8: whether the cache holds fp8.
+        arch: of the device.
+    """
+    table = _ABSORBED_HIP if arch.is_hip else _ABSORBED
+    bucket = 16 if rows <= 16 else 32
+    if rows > 32 and arch.name in _WIDE and VERSION < (3, 9) and not fp8:
+        bucket = 64
+    width = padded(latent) + (padded(rope) if rope else 0)
+    offered = [c for c in table[bucket] if _fits(c, arch, width * itemsize, width * itemsize)]
+    if itemsize > 2:  # products of fp32 take no matrix units, and twice the registers
+        offered = [c for c in offered if c.block_m * c.block_n * padded(latent) <= 16 * 16 * 512]
+    return offered[:_OFFERS] or [_FEW_ROWS]
+
+
+@functools.cache
+def expanded_configs(nope: int, rope: int, value: int, itemsize: int, arch: Arch) -> list[Config]:
+    """Return the tile sizes offered for the expanded form, best first.
+
+    Args:
+        nope: P.
+        rope: R.
+        value: V.
+        itemsize: bytes of an element.
+        arch: of the device.
+    """
+    table = _EXPANDED_HIP if arch.is_hip else _EXPANDED
+    query = (padded(nope) if nope else 0) + (padded(rope) if rope else 0)
+    per_key = (query + padded(value)) * itemsize
+    offered = [c for c in table if _fits(c, arch, per_key, query * itemsize)]
+    if itemsize > 2:
+        offered = [c for c in _EXPANDED_FP32 if _fits(c, arch, per_key, query * itemsize)]
+    return offered[:_OFFERS] or [_FEW_ROWS]
+
+
+@contextmanager
+def override(kind: str, config: Config) -> Iterator[None]:
+    """Use one configuration for every kernel of a kind, for tests and measurements.
+
+    Args:
+        kind: `absorbed` or `expanded`.
+        config: the tile sizes.
+    """
+    _forced[kind] = config
+    try:
+        yield
+    finally:
+        del _forced[kind]
+
+
+@contextmanager
+def every_config(arch: Arch) -> Iterator[None]:
+    """Run calls as on a device of this kind, with every configuration that it is offered.
+
+    Args:
+        arch: of the device.
+    """
+    _forced_arch.append(arch)
+    try:
+        yield
+    finally:
+        _forced_arch.pop()
+
+
+def run_chosen(
+    kind: str, key: object, offered: list[Config], run: Callable[[Config], None], repeatable: bool
+) -> None:
+    """Run a call with the tile sizes chosen for it.
+
+    Args:
+        kind: `absorbed` or `expanded`.
+        key: what the choice may depend on, hashable; the lengths of a batch are no part of it.
+        offered: what fits, best first.
+        run: launches the kernel.
+        repeatable: whether that gives the same result a second time; if so, the offers are timed
+            when `MLA_OPS_AUTOTUNE=1`, unless a graph is being captured.
+    """
+    if _forced and kind in _forced:
+        run(_forced[kind])
+    elif _forced_arch:
+        for config in offered:
+            run(config)
+    elif len(offered) > 1 and repeatable and env.autotune():
+        run(_tuned(kind, key, offered, run))
+    else:
+        run(offered[0])
+
+
+def _tuned(kind: str, key: object, offered: list[Config], run: Callable[[Config], None]) -> Config:
+    found = _TUNED.get((kind, key))
+    if found is None:
+        if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+            return offered[0]
+        times = {c: float(triton.testing.do_bench(functools.partial(run, c))) for c in offered}
+        found = _TUNED[kind, key] = min(times, key=lambda config: times[config])
+    return found

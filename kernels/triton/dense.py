@@ -1,0 +1,130 @@
+"""Dense attention: the absorbed form for few queries, the expanded one, in chunks, for many."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_ops.dims import MLADims, split_kv_b
+from mla_ops.dispatch import AttentionOptions
+from mla_ops.kernels.triton.absorbed import DENSE, Keys, Queries, Rules, attend_absorbed
+from mla_ops.kernels.triton.launch import unit
+from mla_ops.kernels.triton.prefill import Expanded, State, attend_expanded
+from mla_ops.kernels.triton.project import project
+
+__all__ = ["attention"]
+
+_CHUNK_TOKENS = 16_384
+
+
+def attention(
+    query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Attend to a batch of latents.
+
+    Args:
+        query: `[B, H, S, P+R]`.
+        kv_c: `[B, T, L]`.
+        k_pe: `[B, T, R]`.
+        w_kv_b: `[H*(P+V), L]`.
+        options: the others.
+
+    Returns:
+        `out` `[B, H, S, V]` and `lse` `[B, H, S]` fp32.
+    """
+    _, heads, queries, width = query.shape
+    nope = width - k_pe.shape[2]
+    dims = MLADims(heads, kv_c.shape[2], nope, k_pe.shape[2], w_kv_b.shape[0] // heads - nope)
+    query, kv_c, k_pe = unit(query), unit(kv_c), unit(k_pe)
+    out = query.new_empty(*query.shape[:3], dims.v_head_dim)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    if not lse.numel():
+        return out, lse
+    rules = _rules(options)
+    form = _expanded if queries > dims.expand_threshold else _absorbed
+    form(query, kv_c, k_pe, w_kv_b, dims, rules, options.workspace_tokens, out, lse)
+    return out, lse
+
+
+def _rules(options: AttentionOptions) -> Rules:
+    mask, bounds, sinks = options.attn_mask, options.kv_bounds, options.sinks
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return Rules(
+        options.softmax_scale,
+        mask,
+        None if bounds is None else bounds.contiguous(),
+        None if sinks is None else sinks.contiguous(),
+        options.is_causal,
+    )
+
+
+def _absorbed(
+    query: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    w_kv_b: Tensor,
+    dims: MLADims,
+    rules: Rules,
+    workspace_tokens: int | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Walk the latents as they lie; nothing but the queries is projected."""
+    del workspace_tokens  # no scratch depends on the keys
+    batch, heads, queries, _ = query.shape
+    nope = dims.qk_nope_head_dim
+    w_uk, w_uv = split_kv_b(w_kv_b, heads, nope)
+    by_head = query.transpose(0, 1)[..., :nope].reshape(heads, batch * queries, nope)
+    latent = query.new_empty(heads, batch * queries, dims.kv_lora_rank)
+    project(by_head, w_uk, latent)
+    result = torch.empty_like(latent)
+    attend_absorbed(
+        Queries(latent, query[..., nope:], batch, queries, None, 0),
+        [Keys(DENSE.value, kv_c, k_pe, kv_c.shape[1], None, None, None)],
+        rules,
+        result,
+        lse,
+    )
+    if batch == 1 or queries == 1:
+        flat = out[0] if batch == 1 else out[:, :, 0].transpose(0, 1)
+        project(result, w_uv.transpose(1, 2), flat)
+    else:
+        value = query.new_empty(heads, batch * queries, dims.v_head_dim)
+        project(result, w_uv.transpose(1, 2), value)
+        out.copy_(value.view(heads, batch, queries, -1).transpose(0, 1))
+
+
+def _expanded(
+    query: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    w_kv_b: Tensor,
+    dims: MLADims,
+    rules: Rules,
+    workspace_tokens: int | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Project some keys at a time; the running softmax goes from launch to launch."""
+    batch, heads, queries, _ = query.shape
+    keys = kv_c.shape[1]
+    chunk = max(1, (workspace_tokens or _CHUNK_TOKENS) // max(1, batch))
+    nope, width = dims.qk_nope_head_dim, dims.v_head_dim
+    state = State.empty(heads, batch * queries, width, query) if keys > chunk else None
+    for begin in range(0, max(keys, 1), chunk):
+        part = slice(begin, min(begin + chunk, keys))
+        expanded = torch.matmul(kv_c[:, part], w_kv_b.t()).unflatten(2, (heads, nope + width))
+        given = Expanded(
+            query,
+            expanded[..., :nope],
+            k_pe[:, part],
+            expanded[..., nope:],
+            None,
+            None,
+            key_begin=begin,
+            num_keys=keys,
+        )
+        last = part.stop == keys
+        attend_expanded(given, rules, out if last else None, lse if last else None, state)

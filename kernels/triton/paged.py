@@ -1,0 +1,338 @@
+"""Ragged batches over a paged cache: which requests are absorbed, which are expanded in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_ops.chunking import plan_chunks
+from mla_ops.dims import MLADims, split_kv_b
+from mla_ops.dispatch import PagedBatch
+from mla_ops.kernels.triton.absorbed import (
+    CACHED,
+    CONTEXT,
+    NEW,
+    Keys,
+    Queries,
+    Rules,
+    attend_absorbed,
+)
+from mla_ops.kernels.triton.cache import as_codes, check_rows, gather_kv_cache
+from mla_ops.kernels.triton.launch import unit
+from mla_ops.kernels.triton.prefill import Expanded, State, attend_expanded
+from mla_ops.kernels.triton.project import project
+
+__all__ = ["attention", "decode", "ragged_prefill"]
+
+_WORKSPACE_TOKENS = 16_384
+
+
+class _Run(NamedTuple):
+    """Consecutive requests of one form.
+
+    Attributes:
+        requests: which ones.
+        tokens: their new tokens.
+        most: new tokens of a request at most.
+        contexts: cached tokens of each.
+        expand: the form.
+    """
+
+    requests: slice
+    tokens: slice
+    most: int
+    contexts: list[int]
+    expand: bool
+
+
+def _dims(query: Tensor, w_kv_b: Tensor, kv_cache: Tensor) -> MLADims:
+    heads, latent = query.shape[1], w_kv_b.shape[1]
+    rope = kv_cache.shape[2] - latent
+    nope = query.shape[2] - rope
+    return MLADims(heads, latent, nope, rope, w_kv_b.shape[0] // heads - nope)
+
+
+def _rules(softmax_scale: float, is_causal: bool) -> Rules:
+    return Rules(softmax_scale, None, None, None, is_causal)
+
+
+def _pages(kind: int, batch: PagedBatch, requests: slice, latent: int) -> Keys:
+    """Return the cache as the keys of some requests."""
+    check_rows(batch.kv_cache)
+    cache = as_codes(batch.kv_cache)
+    scale = None
+    if cache.dtype == torch.uint8:
+        scale = batch.kv_scale
+        if scale is None:
+            scale = torch.ones(1, dtype=torch.float32, device=cache.device)
+    table = unit(batch.block_table)[requests]
+    most = table.shape[1] * cache.shape[1]
+    lens = unit(batch.seq_lens)[requests]
+    return Keys(kind, cache[..., :latent], cache[..., latent:], most, table, lens, scale)
+
+
+def decode(query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+    """Attend for decodes, all of as many new tokens, which are read from the cache.
+
+    Args:
+        query: `[T, H, P+R]`.
+        w_kv_b: `[H*(P+V), L]`.
+        batch: cache, table and lengths.
+
+    Returns:
+        `[T, H, V]` and `[H, T]`.
+    """
+    dims, requests = _dims(query, w_kv_b, batch.kv_cache), batch.seq_lens.shape[0]
+    tokens, heads, _ = query.shape
+    out = query.new_empty(tokens, heads, dims.v_head_dim)
+    lse = torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
+    most = tokens // requests if requests else 0
+    query = unit(query)
+    rope = query[..., dims.qk_nope_head_dim :]
+    # [B, H, S, R]: the requests are equally long, so nothing is ragged.
+    rope = rope.unflatten(0, (requests, most)).transpose(1, 2) if tokens else rope[None]
+    keys = [_pages(CACHED.value, batch, slice(None), dims.kv_lora_rank)]
+    by_request = lse.unflatten(1, (requests, most)).transpose(0, 1) if tokens else lse[None]
+    _project(
+        query,
+        w_kv_b,
+        dims,
+        (rope, requests, most, None, 0),
+        keys,
+        _rules(batch.softmax_scale, True),
+        out,
+        by_request,
+    )
+    return out, lse
+
+
+def _project(
+    query: Tensor,
+    w_kv_b: Tensor,
+    dims: MLADims,
+    queries: tuple[Tensor, int, int, Tensor | None, int],
+    keys: list[Keys],
+    rules: Rules,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Move the queries `[T, H, P+R]` into the latent space, attend, and move the result back."""
+    w_uk, w_uv = split_kv_b(w_kv_b, dims.num_heads, dims.qk_nope_head_dim)
+    latent = query.new_empty(dims.num_heads, query.shape[0], dims.kv_lora_rank)
+    project(query[..., : dims.qk_nope_head_dim].transpose(0, 1), w_uk, latent)
+    # A padding token is in no request.
+    result = torch.empty_like(latent) if queries[3] is None else torch.zeros_like(latent)
+    attend_absorbed(Queries(latent, *queries), keys, rules, result, lse)
+    project(result, w_uv.transpose(1, 2), out.transpose(0, 1))
+
+
+def ragged_prefill(
+    query: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend to keys and values that are expanded already.
+
+    Args:
+        query: `[T, H, P+R]`.
+        k_nope: `[K, H, P]`.
+        k_pe: `[K, R]`.
+        value: `[K, H, V]`.
+        cu_seqlens_q: `[num_reqs + 1]` int32.
+        cu_seqlens_k: `[num_reqs + 1]` int32.
+        softmax_scale: factor on the scores.
+        is_causal: bottom-right aligned causal rule.
+
+    Returns:
+        `[T, H, V]` and `[H, T]`; tokens of no request are 0 and -inf.
+    """
+    out, lse = _empty_results(query, value.shape[2])
+    given = Expanded(
+        unit(query), unit(k_nope), unit(k_pe), unit(value), unit(cu_seqlens_q), unit(cu_seqlens_k)
+    )
+    attend_expanded(given, _rules(softmax_scale, is_causal), out, lse, None)
+    return out, lse
+
+
+def _empty_results(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    lse = torch.full((heads, tokens), float("-inf"), dtype=torch.float32, device=query.device)
+    return query.new_zeros(tokens, heads, width), lse
+
+
+def attention(
+    query: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    w_kv_b: Tensor,
+    batch: PagedBatch,
+    num_decodes: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend for a mixed batch.
+
+    Args:
+        query: `[T, H, P+R]`.
+        kv_c: `[T, L]`, rows of the new tokens.
+        k_pe: `[T, R]`.
+        w_kv_b: `[H*(P+V), L]`.
+        batch: cache, tables and lengths.
+        num_decodes: leading requests whose new tokens are read from the cache.
+
+    Returns:
+        `[T, H, V]` and `[H, T]`; tokens of no request are 0 and -inf.
+    """
+    dims, requests = _dims(query, w_kv_b, batch.kv_cache), batch.seq_lens.shape[0]
+    query, kv_c, k_pe = unit(query), unit(kv_c), unit(k_pe)
+    out, lse = _empty_results(query, dims.v_head_dim)
+    cached = min(num_decodes, requests)
+    runs: list[_Run] = []
+    if cached and cached == requests:
+        # From shapes alone, so that a captured graph stays right when the lengths change.
+        _decode_part(query, w_kv_b, batch, dims, cached, query.shape[0], None, out, lse)
+        return out, lse
+    starts, lens = _on_host(batch)
+    if cached:
+        most = max(b - a for a, b in pairwise(starts[: cached + 1]))
+        _decode_part(query, w_kv_b, batch, dims, cached, starts[cached], most, out, lse)
+    runs += _runs(starts, lens, cached, dims.expand_threshold)
+    for run in runs:
+        rows = kv_c[run.tokens], k_pe[run.tokens]
+        results = out[run.tokens], lse[:, run.tokens]
+        part = _expanded_run if run.expand else _absorbed_run
+        part(query[run.tokens], rows, w_kv_b, batch, dims, run, results)
+    return out, lse
+
+
+def _on_host(batch: PagedBatch) -> tuple[list[int], list[int]]:
+    """Return query starts and lengths; without the host's copy of them, from the device."""
+    if batch.host is not None:
+        starts, lens = batch.host.tolist()
+        return starts, lens[:-1]
+    return batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+
+
+def _runs(starts: list[int], lens: list[int], first: int, threshold: float) -> Iterator[_Run]:
+    """Cut the requests from `first` on into runs of one form; those without tokens are left out."""
+    begin = first
+    while begin < len(lens):
+        expand = starts[begin + 1] - starts[begin] > threshold
+        end = begin
+        while end < len(lens) and (starts[end + 1] - starts[end] > threshold) == expand:
+            end += 1
+        new = [starts[i + 1] - starts[i] for i in range(begin, end)]
+        if max(new) > 0:
+            yield _Run(
+                slice(begin, end),
+                slice(starts[begin], starts[end]),
+                max(new),
+                # A request without new tokens has nobody to see its context.
+                [lens[begin + i] - n if n else 0 for i, n in enumerate(new)],
+                expand,
+            )
+        begin = end
+
+
+def _decode_part(
+    query: Tensor,
+    w_kv_b: Tensor,
+    batch: PagedBatch,
+    dims: MLADims,
+    requests: int,
+    tokens: int,
+    most: int | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend for the decodes, which may be padded with requests of no tokens."""
+    query, out, lse = query[:tokens], out[:tokens], lse[:, :tokens]
+    most = tokens // requests if most is None else most
+    cu = unit(batch.cu_seqlens_q)
+    keys = [_pages(CACHED.value, batch, slice(0, requests), dims.kv_lora_rank)]
+    rope = query[..., dims.qk_nope_head_dim :]
+    rules = _rules(batch.softmax_scale, True)
+    _project(query, w_kv_b, dims, (rope, requests, most, cu, 0), keys, rules, out, lse)
+
+
+def _absorbed_run(
+    query: Tensor,
+    rows: tuple[Tensor, Tensor],
+    w_kv_b: Tensor,
+    batch: PagedBatch,
+    dims: MLADims,
+    run: _Run,
+    results: tuple[Tensor, Tensor],
+) -> None:
+    """Attend to the context in the cache and to the new tokens' rows, as two sets of splits."""
+    requests = run.requests.stop - run.requests.start
+    cu = unit(batch.cu_seqlens_q)[run.requests.start : run.requests.stop + 1]
+    keys = []
+    if any(run.contexts):
+        keys.append(_pages(CONTEXT.value, batch, run.requests, dims.kv_lora_rank))
+    keys.append(Keys(NEW.value, *rows, run.most, None, None, None))
+    rope = query[..., dims.qk_nope_head_dim :]
+    queries = (rope, requests, run.most, cu, run.tokens.start)
+    _project(query, w_kv_b, dims, queries, keys, _rules(batch.softmax_scale, True), *results)
+
+
+def _expanded_run(
+    query: Tensor,
+    rows: tuple[Tensor, Tensor],
+    w_kv_b: Tensor,
+    batch: PagedBatch,
+    dims: MLADims,
+    run: _Run,
+    results: tuple[Tensor, Tensor],
+) -> None:
+    """Gather and expand the contexts chunk by chunk, then attend to the new tokens."""
+    heads, nope, latent = dims.num_heads, dims.qk_nope_head_dim, dims.kv_lora_rank
+    cu_q = unit(batch.cu_seqlens_q)[run.requests.start : run.requests.stop + 1]
+    table = batch.block_table[run.requests]
+    # Never more than the table can name, and known without the lengths.
+    capacity = table.shape[0] * table.shape[1] * batch.kv_cache.shape[1]
+    size = max(1, min(batch.workspace_tokens or _WORKSPACE_TOKENS, capacity))
+    plan = plan_chunks(run.contexts, size)
+    state = None
+    if plan.num_chunks:
+        state = State.empty(heads, query.shape[0], dims.v_head_dim, query)
+        workspace = query.new_empty(size, dims.latent_dim)
+        expanded = query.new_empty(size, dims.expanded_dim)
+        both = torch.from_numpy(plan.starts.ravel()), torch.from_numpy(plan.cu_seqlens.ravel())
+        flat = torch.cat(both).to(query.device, non_blocking=True)
+        starts, cus = flat.split([both[0].numel(), both[1].numel()])
+        starts, cus = starts.view(plan.starts.shape), cus.view(plan.cu_seqlens.shape)
+        for i, used in enumerate(plan.lens.sum(axis=1).tolist()):
+            gather_kv_cache(
+                batch.kv_cache, table, cus[i], starts[i], workspace[:used], batch.kv_scale
+            )
+            torch.mm(workspace[:used, :latent], w_kv_b.t(), out=expanded[:used])
+            pair = expanded[:used].unflatten(1, (heads, -1))
+            given = Expanded(
+                query,
+                pair[..., :nope],
+                workspace[:used, latent:],
+                pair[..., nope:],
+                cu_q,
+                cus[i],
+                run.tokens.start,
+            )
+            attend_expanded(given, _rules(batch.softmax_scale, False), None, None, state)
+    pair = torch.mm(rows[0], w_kv_b.t()).unflatten(1, (heads, -1))
+    given = Expanded(
+        query,
+        pair[..., :nope],
+        rows[1],
+        pair[..., nope:],
+        cu_q,
+        cu_q - run.tokens.start,
+        run.tokens.start,
+    )
+    attend_expanded(given, _rules(batch.softmax_scale, True), *results, state)

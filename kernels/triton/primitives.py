@@ -1,0 +1,165 @@
+"""What all kernels share: products, the running softmax, the e4m3 codes, the search for a tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "ADDITIVE_MASK",
+    "BOOL_MASK",
+    "INTERPRETED",
+    "LN2",
+    "LOG2E",
+    "NO_MASK",
+    "dot",
+    "find_block",
+    "finish",
+    "from_e4m3",
+    "load_tile",
+    "online_softmax",
+    "to_e4m3",
+    "visibility",
+]
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NO_MASK = tl.constexpr(0)
+BOOL_MASK = tl.constexpr(1)
+ADDITIVE_MASK = tl.constexpr(2)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """Add `a @ b` to an fp32 accumulator; fp32 operands are multiplied as they are, not as tf32."""
+    if INTERPRETED:  # its product of bf16 multiplies the bit patterns
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    if a.dtype == tl.float32:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def from_e4m3(code, DTYPE: tl.constexpr):
+    """Decode e4m3 codes, given as uint8: exact, NaN stays NaN.
+
+    Sign and magnitude bits are put where the wider format has them; a power of two then moves the
+    exponent's bias. Works where the hardware knows no fp8.
+    """
+    if DTYPE == tl.float16:
+        bits = ((code & 0x80).to(tl.uint16) << 8) | ((code & 0x7F).to(tl.uint16) << 7)
+        value = bits.to(tl.float16, bitcast=True) * 256.0
+    elif DTYPE == tl.bfloat16 and not INTERPRETED:
+        bits = ((code & 0x80).to(tl.uint16) << 8) | ((code & 0x7F).to(tl.uint16) << 4)
+        value = bits.to(tl.bfloat16, bitcast=True) * 1.329227995784916e36
+    else:
+        bits = ((code & 0x80).to(tl.uint32) << 24) | ((code & 0x7F).to(tl.uint32) << 20)
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    return value.to(DTYPE)
+
+
+@triton.jit
+def to_e4m3(value):
+    """Encode fp32 as e4m3 codes in uint8: round to nearest even, saturate, NaN stays NaN."""
+    bits = value.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(value), 448.0)
+    bits = size.to(tl.uint32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2**-6 codes are multiples of 2**-9: adding 1.5 * 2**23 rounds to whole ones.
+    whole = (size * 512.0 + 12582912.0) - 12582912.0
+    code = tl.where(size < 0.015625, whole.to(tl.int32).to(tl.uint32), normal)
+    code = tl.where(value != value, 0x7F, code)
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def load_tile(
+    base, rows, cols, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load `[N, BLOCK]` at `base + rows + cols`; what is masked or padding is 0."""
+    pointers = base + rows[:, None] + cols[None, :]
+    if MASKED and WIDTH < BLOCK:
+        tile = tl.load(pointers, mask=row_ok[:, None] & (cols[None, :] < WIDTH), other=0)
+    elif MASKED:
+        tile = tl.load(pointers, mask=row_ok[:, None], other=0)
+    elif WIDTH < BLOCK:
+        tile = tl.load(pointers, mask=cols[None, :] < WIDTH, other=0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def visibility(visible, pointers, stop_ok, MASK: tl.constexpr):
+    """Join an attention mask `[M, N]` to `visible`.
+
+    Returns what is visible, the keys that some row sees, and what an additive mask adds.
+    """
+    bias = 0.0
+    used = stop_ok
+    if MASK == BOOL_MASK:
+        visible = visible & (tl.load(pointers, mask=visible, other=0) != 0)
+    elif MASK == ADDITIVE_MASK:
+        bias = tl.load(pointers, mask=visible, other=float("-inf")).to(tl.float32)
+        visible = visible & (bias != float("-inf"))
+    if MASK != NO_MASK:
+        # What no row sees may be NaN, and 0 * NaN is NaN.
+        used = tl.max(visible.to(tl.int32), 0) > 0
+    return visible, used, bias
+
+
+@triton.jit
+def online_softmax(scores, top, total, NATURAL: tl.constexpr):
+    """Return weights `[M, N]`, the factor for earlier results, and the new maximum and sum."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    if NATURAL:
+        weights = tl.exp2((scores - base[:, None]) * LOG2E)
+        factor = tl.exp2((top - base) * LOG2E)
+    else:
+        weights = tl.exp2(scores - base[:, None])
+        factor = tl.exp2(top - base)
+    return weights, factor, new_top, total * factor + tl.sum(weights, 1)
+
+
+@triton.jit
+def finish(acc, top, total, sink, SINKS: tl.constexpr, NATURAL: tl.constexpr):
+    """Return the normalised result and its natural lse: 0 and -inf for a row without keys."""
+    unit = LOG2E if NATURAL else 1.0
+    if SINKS:
+        sink = sink * (1.0 if NATURAL else LOG2E)
+        new_top = tl.maximum(top, sink)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        factor = tl.exp2((top - base) * unit)
+        total = total * factor + tl.exp2((sink - base) * unit)
+        acc = acc * factor[:, None]
+        top = new_top
+    empty = total == 0.0
+    safe = tl.where(empty, 1.0, total)
+    lse = (top if NATURAL else top * LN2) + tl.log(safe)
+    return acc / safe[:, None], tl.where(empty, float("-inf"), lse)
+
+
+@triton.jit
+def find_block(index, cu_ptr, first, requests, BLOCK: tl.constexpr):
+    """Return the request that block `index` of a ragged batch belongs to, and its place there.
+
+    Request `i` owns the indices from `cu[i] // BLOCK + i` on: at least as many as it has blocks.
+    """
+    low = 0
+    high = requests - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = (tl.load(cu_ptr + middle) - first) // BLOCK + middle
+        if begins <= index:
+            low = middle
+        else:
+            high = middle - 1
+    begins = (tl.load(cu_ptr + low) - first) // BLOCK + low
+    return low, index - begins

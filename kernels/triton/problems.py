@@ -1,0 +1,211 @@
+"""The calls whose kernels are compiled ahead of time: one for each way that a kernel can be built.
+
+They run on tensors of the meta device, with launches recorded in place of being done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from mla_ops.dims import PRESETS, MLADims
+from mla_ops.dispatch import AttentionOptions, PagedBatch
+from mla_ops.kernels.triton.backend import TritonBackend
+
+__all__ = ["PROBLEMS", "paged_batch"]
+
+_LITE = PRESETS["deepseek-v2-lite"]
+_V3 = PRESETS["deepseek-v3"]
+_GLM = PRESETS["glm-4.7-flash"]
+_SMALL = PRESETS["minicpm3"]
+_FP8 = torch.float8_e4m3fn
+_BF16 = torch.bfloat16
+_backend = TritonBackend()
+
+
+def _new(*shape: int, dtype: torch.dtype = _BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _ints(*shape: int) -> Tensor:
+    return _new(*shape, dtype=torch.int32)
+
+
+def _weight(dims: MLADims, dtype: torch.dtype = _BF16) -> Tensor:
+    return _new(dims.expanded_dim, dims.kv_lora_rank, dtype=dtype)
+
+
+def paged_batch(
+    dims: MLADims, block_size: int, dtype: torch.dtype, query_lens: list[int], context: int
+) -> PagedBatch:
+    """Describe a batch whose tensors are on the meta device, all but the host's lengths.
+
+    Args:
+        dims: widths of the layer.
+        block_size: tokens per block.
+        dtype: of the cache.
+        query_lens: new tokens of each request.
+        context: cached tokens of each.
+    """
+    requests = len(query_lens)
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    lens = torch.tensor([*(context + n for n in query_lens), 0])
+    scale = _new(1, dtype=torch.float32) if dtype == _FP8 else None
+    return PagedBatch(
+        _new(64, block_size, dims.latent_dim, dtype=dtype),
+        _ints(requests, 8192 // block_size),
+        _ints(requests),
+        _ints(requests + 1),
+        torch.stack([starts, lens]).int(),
+        scale,
+        0.1,
+        4096,
+    )
+
+
+def _decode(
+    dims: MLADims,
+    block_size: int = 64,
+    cache: torch.dtype = _BF16,
+    dtype: torch.dtype = _BF16,
+    new: int = 1,
+    requests: int = 1,  # few, so that there are splits
+) -> Callable[[], object]:
+    def run() -> None:
+        query = _new(requests * new, dims.num_heads, dims.qk_head_dim, dtype=dtype)
+        batch = paged_batch(dims, block_size, cache, [new] * requests, 4096)
+        _backend.mla_decode(query, _weight(dims, dtype), batch)
+
+    return run
+
+
+def _paged(dims: MLADims, query_lens: list[int], num_decodes: int) -> Callable[[], object]:
+    def run() -> None:
+        tokens = sum(query_lens)
+        _backend.mla_paged_attention(
+            _new(tokens, dims.num_heads, dims.qk_head_dim),
+            _new(tokens, dims.kv_lora_rank),
+            _new(tokens, dims.qk_rope_head_dim),
+            _weight(dims),
+            paged_batch(dims, 64, _BF16, query_lens, 6000),
+            num_decodes,
+        )
+
+    return run
+
+
+def _dense(
+    dims: MLADims,
+    new: int,
+    keys: int = 4096,
+    mask: torch.dtype | None = None,
+    bounds: bool = False,
+    sinks: bool = False,
+) -> Callable[[], object]:
+    def run() -> None:
+        options = AttentionOptions(
+            None if mask is None else _new(256, 1, new, keys, dtype=mask),
+            _ints(256, 2) if bounds else None,
+            _new(dims.num_heads) if sinks else None,
+            0.1,
+            True,
+            None,
+        )
+        _backend.mla_attention(
+            _new(256, dims.num_heads, new, dims.qk_head_dim),
+            _new(256, keys, dims.kv_lora_rank),
+            _new(256, keys, dims.qk_rope_head_dim),
+            _weight(dims),
+            options,
+        )
+
+    return run
+
+
+def _prefill(dims: MLADims, is_causal: bool, dtype: torch.dtype = _BF16) -> Callable[[], object]:
+    def run() -> None:
+        heads, nope = dims.num_heads, dims.qk_nope_head_dim
+        # As kv_b_proj leaves them: keys and values are slices of one tensor.
+        pair = _new(4096, heads, nope + dims.v_head_dim, dtype=dtype)
+        _backend.mla_prefill(
+            _new(4096, heads, dims.qk_head_dim, dtype=dtype),
+            pair[..., :nope],
+            _new(4096, dims.qk_rope_head_dim, dtype=dtype),
+            pair[..., nope:],
+            _ints(9),
+            _ints(9),
+            2048,
+            2048,
+            0.1,
+            is_causal,
+        )
+
+    return run
+
+
+def _merge() -> None:
+    out, lse = _new(4096, 16, 128), _new(16, 4096, dtype=torch.float32)
+    _backend.merge_attn_states(out, lse, out, lse, out)
+
+
+def _cache(dtype: torch.dtype) -> Callable[[], object]:
+    def run() -> None:
+        cache = _new(64, 64, _LITE.latent_dim, dtype=dtype)
+        scale = _new(1, dtype=torch.float32)
+        for tokens in (16, 8192):
+            _backend.update_kv_cache(
+                _new(tokens, _LITE.kv_lora_rank),
+                _new(tokens, _LITE.qk_rope_head_dim),
+                cache,
+                _new(tokens, dtype=torch.int64),
+                scale,
+            )
+        workspace = _new(4096, _LITE.latent_dim)
+        _backend.gather_kv_cache(cache, _ints(8, 64), _ints(9), _ints(8), workspace, scale)
+
+    return run
+
+
+PROBLEMS: Mapping[str, Callable[[], object]] = MappingProxyType(
+    {
+        "decode, 16 rows": _decode(_LITE),
+        "decode, 16 rows, large batch": _decode(_LITE, requests=256),
+        "decode, 16 rows, page 16": _decode(_LITE, 16),
+        "decode, 16 rows, page 8": _decode(_LITE, 8),
+        "decode, 16 rows, page 1": _decode(_LITE, 1),
+        "decode, 16 rows, fp8": _decode(_LITE, cache=_FP8),
+        "decode, 16 rows, fp8, page 16": _decode(_LITE, 16, _FP8),
+        "decode, 16 rows, fp32": _decode(_LITE, cache=torch.float32, dtype=torch.float32),
+        "decode, 20 rows, GLM": _decode(_GLM),
+        "decode, 32 rows": _decode(_LITE, new=2),
+        "decode, 32 rows, page 16": _decode(_LITE, 16, new=2),
+        "decode, 32 rows, fp8": _decode(_LITE, cache=_FP8, new=2),
+        "decode, 40 rows, MiniCPM3": _decode(_SMALL),
+        "decode, 128 rows": _decode(_V3),
+        "decode, 128 rows, page 16": _decode(_V3, 16),
+        "decode, 128 rows, page 1": _decode(_V3, 1),
+        "decode, 128 rows, fp8": _decode(_V3, cache=_FP8),
+        "dense decode": _dense(_LITE, 1),
+        "dense decode, bounds": _dense(_LITE, 1, bounds=True),
+        "dense decode, bool mask": _dense(_LITE, 1, mask=torch.bool),
+        "dense decode, additive mask, sinks": _dense(_LITE, 1, mask=_BF16, sinks=True),
+        "dense prefill": _dense(_LITE, 512),
+        "dense prefill, bounds": _dense(_LITE, 512, bounds=True),
+        "dense prefill, bool mask": _dense(_LITE, 512, mask=torch.bool),
+        "dense prefill, additive mask, sinks": _dense(_LITE, 512, mask=_BF16, sinks=True),
+        "short extends": _paged(_LITE, [1, 8, 8], 1),
+        "chunked prefill": _paged(_LITE, [600, 600], 0),
+        "prefill": _prefill(_LITE, True),
+        "prefill, context": _prefill(_LITE, False),
+        "prefill, GLM": _prefill(_GLM, True),
+        "prefill, MiniCPM3": _prefill(_SMALL, True),
+        "prefill, fp32": _prefill(_LITE, True, torch.float32),
+        "merge of states": _merge,
+        "cache": _cache(_BF16),
+        "cache, fp8": _cache(_FP8),
+    }
+)
+"""Name of a call to what makes it."""

@@ -1,0 +1,248 @@
+"""The Triton backend without a GPU: choice, launches, and the suites that the interpreter runs.
+
+The interpreter has to be asked for before triton is imported, so the files `test_triton_*.py` that
+need it run in a child process each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla_ops
+from mla_ops.dispatch import Call, select
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from mla_ops.dims import PRESETS
+from mla_ops.kernels.triton import configs, launch
+from mla_ops.kernels.triton.configs import ARCHS, Arch, Config
+from mla_ops.kernels.triton.problems import PROBLEMS, paged_batch
+
+HERE = Path(__file__).parent
+SUITES = ("dense", "paged", "cache")
+CALL = Call("mla_attention", "cuda", torch.bfloat16)
+
+
+def pytest_child(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for name in [n for n in environment if n.startswith("PYTEST_")]:
+        del environment[name]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONSAFEPATH": "1"},
+        cwd=HERE.parent,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_in_the_interpreter(suite: str) -> None:
+    done = pytest_child(str(HERE / f"test_triton_{suite}.py"))
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", SUITES)
+def test_long_sweeps_in_the_interpreter(suite: str) -> None:
+    done = pytest_child(str(HERE / f"test_triton_{suite}.py"), "-m", "slow")
+    assert done.returncode in (0, 5), done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_every_suite_of_the_interpreter_is_run() -> None:
+    files = {path.stem.removeprefix("test_triton_") for path in HERE.glob("test_triton_*.py")}
+    assert files - {"compile"} == set(SUITES)
+
+
+def test_importing_and_a_cpu_call_do_not_import_the_kernels() -> None:
+    code = """
+import sys, torch, mla_ops
+inputs = torch.zeros(1, 2, 1, 6), torch.zeros(1, 3, 4), torch.zeros(1, 3, 2), torch.zeros(14, 4)
+mla_ops.mla_attention(*inputs, softmax_scale=1.0)
+assert not [name for name in sys.modules if name.startswith("mla_ops.kernels.triton")]
+"""
+    environment = {**os.environ, "MLA_OPS_BACKEND": "", "PYTHONSAFEPATH": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+
+
+def test_auto_takes_it_on_a_gpu_only() -> None:
+    assert select(CALL).name == "triton"
+    assert select(CALL._replace(device="cpu")).name == "tiled"
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
+def test_what_it_does_not_take_has_a_reason() -> None:
+    backend = mla_ops.get_backend("triton")
+    (device, remedy) = backend.not_supported_reasons(CALL._replace(device="cpu"))
+    assert device == "does not run on cpu, only on cuda"
+    assert remedy.startswith("TRITON_INTERPRET=1")
+    (dtype,) = backend.not_supported_reasons(CALL._replace(dtype=torch.float64))
+    assert dtype == "does not compute in float64, only in bfloat16, float16, float32"
+    query = torch.zeros(1, 2, 1, 6)
+    with mla_ops.use_backend("triton"), pytest.raises(mla_ops.UnsupportedInputError) as caught:
+        mla_ops.mla_attention(
+            query, torch.zeros(1, 3, 4), torch.zeros(1, 3, 2), torch.zeros(14, 4), softmax_scale=1.0
+        )
+    assert list(caught.value.reasons) == ["triton"]
+
+
+def test_its_missing_backward_is_visible() -> None:
+    """By name a backward is refused; `auto` takes the tiled formula, which runs anywhere."""
+    call = CALL._replace(op="mla_attention_backward")
+    reasons = mla_ops.get_backend("triton").not_supported_reasons(call)
+    assert reasons == ["backward: not on this backend yet"]
+    assert select(call).name == "tiled"
+    with mla_ops.use_backend("triton"), pytest.raises(mla_ops.UnsupportedInputError, match="yet"):
+        select(call)
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_table_has_something_for_every_model(name: str, arch: Arch) -> None:
+    dims = PRESETS[name]
+    for rows in (1, 16, 17, 32, 33, 128, 4096):
+        offered = configs.absorbed_configs(
+            rows, dims.kv_lora_rank, dims.qk_rope_head_dim, 2, False, arch
+        )
+        assert offered
+        assert offered == configs.absorbed_configs(
+            rows, dims.kv_lora_rank, dims.qk_rope_head_dim, 2, False, arch
+        )
+    widths = (dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
+    assert configs.expanded_configs(*widths, 2, arch)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "block_n", "ids"),
+    [(64, 32, 1), (32, 32, 1), (16, 32, 2), (8, 32, 4), (4, 32, -1), (1, 32, -1), (3, 32, -1)],
+)
+def test_block_ids_of_a_tile(block_size: int, block_n: int, ids: int) -> None:
+    assert configs.block_ids(block_size, block_n) == ids
+
+
+def test_choice_is_the_first_offer_unless_it_is_to_be_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offered, ran = [Config(16, 16, 4, 1), Config(16, 32, 4, 1)], []
+    configs.run_chosen("absorbed", "a key", offered, ran.append, True)
+    monkeypatch.setenv("MLA_OPS_AUTOTUNE", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    times = iter([2.0, 1.0])
+    monkeypatch.setattr(configs.triton.testing, "do_bench", lambda run: [run(), next(times)][1])
+    monkeypatch.setattr(configs, "_TUNED", {})
+    for _ in range(2):
+        configs.run_chosen("absorbed", "a key", offered, ran.append, True)
+    configs.run_chosen("absorbed", "another", offered, ran.append, False)
+    assert ran == [offered[0], *offered, offered[1], offered[1], offered[0]]
+
+
+@pytest.fixture
+def records() -> Iterator[list[launch.Launch]]:
+    with launch.recording() as found:
+        yield found
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_kernels_have_names_that_a_profiler_shows(
+    problem: str, records: list[launch.Launch]
+) -> None:
+    PROBLEMS[problem]()
+    assert records
+    for record in records:
+        name = record.kernel.__name__
+        assert name.startswith("mla_")
+        assert name.endswith("_kernel")
+
+
+def plain(record: launch.Launch) -> list[object]:
+    """What a captured graph would hold: everything but addresses."""
+    shapes = [a.shape if isinstance(a, torch.Tensor) else a for a in record.args]
+    return [record.kernel.__name__, record.grid, shapes, record.options]
+
+
+def test_a_decode_launch_does_not_depend_on_lengths(records: list[launch.Launch]) -> None:
+    """What is launched for a batch of decodes follows from shapes: a graph stays right."""
+    dims, backend = PRESETS["deepseek-v2-lite"], mla_ops.get_backend("triton")
+    found = []
+    for lens in ([1] * 4, [1, 1, 0, 0]):
+        for context in (10, 5000):
+            batch = paged_batch(dims, 64, torch.bfloat16, lens, context)
+            query = torch.empty(4, 16, 192, dtype=torch.bfloat16, device="meta")
+            rows = [torch.empty(4, n, dtype=torch.bfloat16, device="meta") for n in (512, 64)]
+            weight = torch.empty(16 * 256, 512, dtype=torch.bfloat16, device="meta")
+            backend.mla_paged_attention(query, *rows, weight, batch, 4)
+            backend.mla_decode(query, weight, batch)
+            found.append([plain(record) for record in records])
+            records.clear()
+    assert len(found[0]) >= 2
+    assert found == [found[0]] * 4
+
+
+def test_launches_are_made_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another device current, the launch is inside of a guard."""
+    current, seen = [0], []
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *args: object) -> None:
+            current.pop()
+
+    class OnSecond:
+        is_cuda = True
+
+        def get_device(self) -> int:
+            return 1
+
+    class Kernel:
+        def __getitem__(self, grid: object):
+            return lambda *args: seen.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    launch.launch(Kernel(), (1,), OnSecond())  # type: ignore[arg-type]
+    launch.launch(Kernel(), (0, 3), OnSecond())  # type: ignore[arg-type]
+    assert (seen, current) == ([1], [0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("new", [1, 3])
+def test_a_captured_decode_follows_its_lengths(new: int) -> None:
+    dims, requests, pages = PRESETS["deepseek-v2-lite"], 4, 8
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    query = torch.randn(requests * new, dims.num_heads, dims.qk_head_dim, **options)
+    weight = torch.randn(dims.expanded_dim, dims.kv_lora_rank, **options) / 20
+    cache = torch.randn(requests * pages, 64, dims.latent_dim, **options)
+    table = torch.randperm(requests * pages, device="cuda").view(requests, pages).int()
+    lens = torch.tensor([512, 65, 64, 3], dtype=torch.int32, device="cuda")
+
+    def attend() -> mla_ops.MLAOutput:
+        return mla_ops.mla_decode(query, weight, cache, table, lens, softmax_scale=0.07)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for changed in ([512, 65, 64, 3], [1, 0, 300, 511], [0, 0, 0, 0]):
+        lens.copy_(torch.tensor(changed, dtype=torch.int32))
+        graph.replay()
+        torch.testing.assert_close(captured, attend(), rtol=0, atol=0, equal_nan=True)
+        with mla_ops.use_backend("tiled"):
+            expected = attend()
+        torch.testing.assert_close(captured.out, expected.out, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(captured.lse, expected.lse, rtol=1e-4, atol=1e-3)
