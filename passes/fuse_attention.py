@@ -16,7 +16,7 @@ from mla_ops import ops as _registers_the_ops  # noqa: F401
 from mla_ops.passes.match import Match, find_attention
 from mla_ops.passes.nodes import sizes, tensor_of
 from mla_ops.passes.report import Site, draw
-from mla_ops.passes.rewriting import erase_unused, graphs_of, insert
+from mla_ops.passes.rewriting import erase_unused, graphs_of, insert, read_sizes_elsewhere
 
 __all__ = ["ATTENTION", "NAME", "fuse_attention"]
 
@@ -64,6 +64,7 @@ def _replace(graph: Graph, match: Match) -> Site:
     added = _between(first, node)
     site = Site.rewritten(NAME, node, before, draw((*inputs, *added)), len(match.chain), len(added))
     node.replace_all_uses_with(result)
+    read_sizes_elsewhere(graph, match.chain, (match.latent, match.k_pe, match.query))
     erase_unused(graph, match.chain)
     return site
 

@@ -112,12 +112,24 @@ def _examine(node: Node) -> Match | NoMatch | None:
     except DiffersError as differs:
         return NoMatch(node, str(differs), _in_mla_module(node))
     if attention is None:
-        return None
+        return _examine_output(node)
     try:
         return _match(attention)
     except DiffersError as differs:
         expected = _in_mla_module(node) or _is_assembled(attention.key)
         return NoMatch(attention.node, str(differs), expected)
+
+
+def _examine_output(node: Node) -> NoMatch | None:
+    """Say so when expanded keys leave the graph: a graph break parts them from their attention."""
+    leaves = any(user.op == "output" for user in node.users)
+    if not (leaves and kind(node) in ("cat", "new_empty") and _is_assembled(node)):
+        return None
+    k_nope = _read_parts(node)[0]
+    if kind(k_nope) != "item" or kind(k_nope.args[0]) != "split":
+        return None
+    reason = "the expanded key leaves the graph: a graph break lies in front of its attention"
+    return NoMatch(node, reason, looks_like_mla=True)
 
 
 def _is_assembled(key: Any) -> bool:
@@ -239,7 +251,7 @@ def _read_key(attention: Attention, nope: int) -> tuple[Any, Node]:
     k_nope, k_pe, begin, nodes = _read_parts(attention.key)
     require(same_size(begin, nope), "the key's first part is not as wide as the split's first")
     mine = {*nodes, *attention.chain}
-    strangers = [user for user in attention.key.users if user not in mine]
+    strangers = [u for u in attention.key.users if u not in mine and kind(u) != "size"]
     require(not strangers, f"the key is used elsewhere, too ({', '.join(map(str, strangers))})")
     attention.chain += nodes
     return k_nope, k_pe

@@ -56,6 +56,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "new_empty": (_aten.new_empty.default,),
     "sdpa": (F.scaled_dot_product_attention, _aten.scaled_dot_product_attention.default),
     "setitem": (operator.setitem,),
+    "size": (_aten.sym_size.int,),
     "slice": (_aten.slice.Tensor,),
     "slice_scatter": (_aten.slice_scatter.default,),
     "softmax": (F.softmax, torch.softmax, _aten.softmax.int, _aten._softmax.default),
@@ -67,18 +68,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "item": (operator.getitem,),  # an index or a piece of a tuple; `kind` tells which
 }
 _BY_FUNCTION = {target: name for name, targets in _FUNCTIONS.items() for target in targets}
-_METHODS = {
-    **{name: name for name in ("add", "copy_", "div", "expand", "index_copy_", "le", "matmul")},
-    **{name: name for name in ("max", "mul", "new_empty", "softmax", "split", "sub", "transpose")},
-    "view": "view",
-    "reshape": "view",
-    "to": "cast",
-    "float": "cast",
-    "type_as": "cast",
-    "bool": "cast",
-    "int": "cast",
-    "long": "cast",
-}
+# Methods that are called as their function is.
+_SAME_NAME = "add copy_ div expand index_copy_ le matmul max mul new_empty size softmax split sub"
+_METHODS = {name: name for name in (*_SAME_NAME.split(), "transpose")}
+_METHODS |= {"view": "view", "reshape": "view"}
+_METHODS |= dict.fromkeys(("bool", "float", "int", "long", "to", "type_as"), "cast")
 # Steps whose result shares memory with their first argument, as far as a cache goes through them.
 _VIEWS = {"expand", "index", "slice", "transpose", "view"}
 _ALIASING_METHODS = {"detach", "narrow", "permute", "select", "squeeze", "unsqueeze", "view_as"}

@@ -6,13 +6,22 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from mla_ops.passes.nodes import base_of, is_mutation, kind, value_key
+from mla_ops.passes.nodes import (
+    base_of,
+    is_mutation,
+    kind,
+    same_size,
+    sizes,
+    tensor_of,
+    value_key,
+)
 
-__all__ = ["erase_unused", "graphs_of", "insert"]
+__all__ = ["erase_unused", "graphs_of", "insert", "read_sizes_elsewhere"]
 
 _KEPT_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn", "seq_nr")
 
@@ -46,6 +55,41 @@ def _fake(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     fakes = [v for v in values if isinstance(v, FakeTensor)]
     with fakes[0].fake_mode if fakes else contextlib.nullcontext():
         return target(*values)
+
+
+def read_sizes_elsewhere(graph: Graph, nodes: Iterable[Node], sources: Iterable[Node]) -> None:
+    """Take sizes that the graph asks of some nodes from others, which stay.
+
+    Args:
+        graph: the graph.
+        nodes: those that are to go; a mask may be cut to the length of the key, say.
+        sources: tensors in front of them, among which the same sizes are found.
+    """
+    for asked in [user for node in nodes for user in node.users if kind(user) == "size"]:
+        readers = [asked] if len(asked.args) > 1 else [u for u in asked.users if kind(u) == "item"]
+        for reader in readers:
+            _replace_size(graph, reader, sources)
+        if not asked.users:
+            graph.erase_node(asked)
+
+
+def _replace_size(graph: Graph, reader: Node, sources: Iterable[Node]) -> None:
+    """Replace one size by the same of a source."""
+    wanted = tensor_of(reader)
+    same = (
+        (source, dim)
+        for source in sources
+        if source < reader
+        for dim, size in enumerate(sizes(source))
+        if same_size(size, wanted)
+    )
+    found = next(same, None)
+    if reader.users and found is not None:
+        with graph.inserting_before(reader):
+            size = insert(graph, reader, torch.ops.aten.sym_size.int, *found, value=wanted)
+        reader.replace_all_uses_with(size)
+    if not reader.users:
+        graph.erase_node(reader)
 
 
 def erase_unused(graph: Graph, nodes: Iterable[Node]) -> int:

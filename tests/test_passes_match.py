@@ -167,6 +167,19 @@ def test_two_back_to_back_where_one_feeds_the_other() -> None:
     assert [site.path for site in report.matched] == ["one", "two"]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mask_that_is_cut_to_the_length_of_the_key(dynamic: bool) -> None:
+    """The key is asked for its size, which another tensor has as well."""
+
+    class Cut(Eager):
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            assert mask is not None
+            mask = mask[..., : key.shape[-2]] + key.size(1) - key.shape[3]
+            return super().attend(query, key, value, mask)
+
+    check(Cut(), *inputs(), F.pad(float_mask(), (0, 5)), dynamic=dynamic)
+
+
 def test_an_expansion_that_is_used_elsewhere_stays() -> None:
     class Watched(Toy):
         def forward(self, query: Tensor, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
