@@ -1,16 +1,4 @@
-"""Tools for testing a backend: hostile inputs, an error budget and a conformance suite.
-
-A new backend is checked in one call, which raises an `AssertionError` that lists what is wrong:
-
-```python
-mla_ops.register_backend(MyBackend())
-mla_ops.testing.check_backend("mine")
-```
-
-or case by case: parametrize over `conformance_cases()` and call `case.check("mine", dtype)`. A
-result is right when it is as close to the fp64 oracle as an ordinary implementation in the same
-dtype is; the ordinary one is `mla_ops.reference`.
-"""
+"""Hostile inputs, an error budget and the conformance suite that every backend passes."""
 
 from __future__ import annotations
 
