@@ -49,9 +49,9 @@ def make_backend(
         >>> from mla_ops.passes import make_backend
         >>> reports = []
         >>> backend = make_backend("eager", on_report=reports.append)
-        >>> compiled = torch.compile(lambda x: x + 1, backend=backend)
-        >>> compiled(torch.zeros(1))
-        tensor([1.])
+        >>> compiled = torch.compile(torch.nn.ReLU(), backend=backend)
+        >>> compiled(torch.tensor([-1.0, 1.0]))
+        tensor([0., 1.])
         >>> len(reports)
         1
     """

@@ -69,7 +69,7 @@ class Explanation:
         path.write_text(
             '<!doctype html><meta charset="utf-8"><title>mla_ops: rewritten graph</title>'
             "<style>body{font-family:sans-serif;margin:2em}td,th{text-align:left;"
-            "padding:.2em 1em .2em 0}</style>"
+            "padding:.2em 1em .2em 0}svg{max-width:100%;height:auto}</style>"
             f"<h1>What mla_ops does to this model</h1><table><tr>{head}</tr>{body}</table>"
             f"<h2>One layer</h2>{picture}",
             encoding="utf-8",

@@ -100,7 +100,7 @@ def find_attention(graph: Graph) -> list[Match | NoMatch]:
         >>> x = torch.randn(1, 2, 3, 8)
         >>> graph = torch.export.export(Plain(), (x, x, x)).graph
         >>> [site.reason for site in find_attention(graph)]
-        ['the key is not put together from two parts (it is a graph input)']
+        ['the value is not the second piece of a split (it is a graph input)']
     """
     return [found for node in graph.nodes if (found := _examine(node)) is not None]
 

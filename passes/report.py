@@ -36,7 +36,8 @@ def draw(nodes: Iterable[Node | None]) -> tuple[DrawnNode, ...]:
 
 def _title(node: Node) -> str:
     if node.op in ("placeholder", "get_attr"):
-        return str(node.target).replace("L_", "", 1)[-40:]
+        name = str(node.target).strip("_").removeprefix("L_").rpartition("_modules_")[2]
+        return name.removeprefix("kwargs_").replace("_parameters_", ".")
     if node.op == "call_method":
         return str(node.target)
     name = kind(node)
@@ -177,7 +178,7 @@ def table(sites: Sequence[Site]) -> str:
 
 # --- the picture ---
 
-_BOX, _GAP, _ROW, _WIDTH = (250, 30), 24, 56, 290
+_BOX, _ROW, _WIDTH = (176, 28), 52, 192
 
 
 def to_svg(site: Site) -> str:
@@ -192,7 +193,7 @@ def to_svg(site: Site) -> str:
     title = html.escape(site.path or site.node)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {tall}" width="{total}" '
-        f'height="{tall}" font-family="sans-serif" font-size="12"><title>{title}</title>'
+        f'height="{tall}" font-family="sans-serif" font-size="10.5"><title>{title}</title>'
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#667"/></marker></defs>'
         f'<rect width="{total}" height="{tall}" fill="#fff"/>{left}{right}</svg>'
@@ -225,7 +226,7 @@ def _half(nodes: tuple[DrawnNode, ...], x: int, caption: str) -> tuple[str, int,
         f'<rect x="{place[n.name][0]}" y="{place[n.name][1]}" width="{_BOX[0]}" '
         f'height="{_BOX[1]}" rx="5" fill="{_colour(n)}" stroke="#445"/>'
         f'<text x="{place[n.name][0] + half}" y="{place[n.name][1] + 19}" '
-        f'text-anchor="middle">{html.escape(n.label[:38])}</text>'
+        f'text-anchor="middle">{html.escape(n.label[:34])}</text>'
         for n in nodes
     ]
     caption = (

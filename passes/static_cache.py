@@ -87,8 +87,10 @@ def _bound(graph: Graph, node: Node, known: dict[Node, Node]) -> list[Site]:
     if filled is None:
         return []
     before = draw((mask, node, *node.args[:4]))  # type: ignore[arg-type]
+    added = 1  # the node that repeats the pair for every request
     if filled.position not in known:
         known[filled.position] = _make_bounds(graph, filled)
+        added += 4
     arguments = list(node.args)
     arguments[_BOUNDS] = _per_request(graph, node, known[filled.position])
     if whole:
@@ -97,7 +99,7 @@ def _bound(graph: Graph, node: Node, known: dict[Node, Node]) -> list[Site]:
     node.args = tuple(arguments)
     removed = erase_unused(graph, _only_for(mask)) if whole else 0
     after = draw((node, *(a for a in node.args if isinstance(a, Node))))
-    return [Site.rewritten(NAME, node, before, after, removed, 0)]
+    return [Site.rewritten(NAME, node, before, after, removed, added)]
 
 
 def _make_bounds(graph: Graph, filled: _Filled) -> Node:
