@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import mla_ops
-from mla_ops.dispatch import Call, select
+from mla_ops.dispatch import Call, PagedLimits, select
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mla_ops.dims import PRESETS
-from mla_ops.kernels.triton import configs, launch
+from mla_ops.kernels.triton import absorbed, configs, launch, memory
 from mla_ops.kernels.triton.configs import ARCHS, Arch, Config
 from mla_ops.kernels.triton.problems import PROBLEMS, paged_batch
 
@@ -218,6 +218,25 @@ def test_launches_are_made_on_the_device_of_their_tensors(monkeypatch: pytest.Mo
     launch.launch(Kernel(), (1,), OnSecond())  # type: ignore[arg-type]
     launch.launch(Kernel(), (0, 3), OnSecond())  # type: ignore[arg-type]
     assert (seen, current) == ([1], [0])
+
+
+@pytest.mark.parametrize("heads", [3, 16, 128])
+@pytest.mark.parametrize(("requests", "new"), [(1, 1), (1, 100), (7, 2), (300, 1)])
+def test_splits_stay_within_what_is_reserved(heads: int, requests: int, new: int) -> None:
+    tokens, arch = requests * new, ARCHS["sm90"]
+    latent = torch.empty(heads, tokens, 512, dtype=torch.bfloat16, device="meta")
+    limits = PagedLimits(
+        tokens, 2**17, 64, 1024, new, torch.bfloat16, torch.bfloat16, torch.device("cpu")
+    )
+    queries = absorbed.Queries(latent, latent[..., :64], requests, new, None, 0)
+    rules = absorbed.Rules(1.0, None, None, None, True)
+    keys = [absorbed.Keys(2, latent, latent, most, None, None, None) for most in (2**17, new)]
+    for config in configs.absorbed_configs(heads * new, 512, 64, 2, False, arch):
+        splits = [absorbed._plan_splits(queries, k, rules, config, arch)[0] for k in keys]
+        rows = sum(splits) * heads * tokens
+        assert rows <= memory.partial_rows(heads, limits, arch.processors)
+    parts = mla_ops.get_backend("triton").paged_bytes(PRESETS["deepseek-v3"], limits)
+    assert min(parts.values()) > 0
 
 
 @pytest.mark.gpu

@@ -123,7 +123,7 @@ def test_nothing(query_lens, contexts, padding):
 def test_a_batch_does_not_change_a_request_s_bits(monkeypatch):
     """With fixed chunks: the same bits alone, among others, and with a wider block table."""
     monkeypatch.setenv("MLA_OPS_BATCH_INVARIANT", "1")
-    monkeypatch.setattr(absorbed, "_FIXED_TOKENS", 16)
+    monkeypatch.setattr(absorbed, "FIXED_TOKENS", 16)
     batch = make_batch([1, 1, 1, 1], [70, 9, 33, 15], dtype=FP32)
     out, lse = batch.attend()
     batch.check((out, lse))
@@ -151,7 +151,9 @@ def test_addresses_are_64_bit_wide(monkeypatch):
     cache.view(torch.uint8)[ids] = batch.kv_cache.view(torch.uint8)[used]
     table[0, 0], table[0, 1], table[1, 0] = ids.int()
     batch.kv_cache = cache
-    batch.check()
+    for block_n in (16, 32, 64, 128):  # one, two and four ids, and one for every key
+        with configs.override("absorbed", Config(16, block_n, 4, 1)):
+            batch.check()
     workspace = torch.zeros(21, 32)
     mla_ops.gather_kv_cache(
         cache,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from mla_ops import env
 from mla_ops.kernels.triton.configs import (
     Arch,
     Config,
@@ -19,14 +17,24 @@ from mla_ops.kernels.triton.configs import (
     run_chosen,
 )
 from mla_ops.kernels.triton.decode import CACHED, CONTEXT, DENSE, NEW, mla_absorbed_kernel
-from mla_ops.kernels.triton.launch import launch
+from mla_ops.kernels.triton.launch import cdiv, launch, pow2
 from mla_ops.kernels.triton.merge import launch_merge_splits
 from mla_ops.kernels.triton.primitives import ADDITIVE_MASK, BOOL_MASK, NO_MASK
 
-__all__ = ["CACHED", "CONTEXT", "DENSE", "NEW", "Keys", "Queries", "Rules", "attend_absorbed"]
+__all__ = [
+    "CACHED",
+    "CONTEXT",
+    "DENSE",
+    "FIXED_TOKENS",
+    "NEW",
+    "Keys",
+    "Queries",
+    "Rules",
+    "attend_absorbed",
+]
 
 _LEAST_TOKENS = 256  # a split shorter than this costs more than it saves
-_FIXED_TOKENS = 1024  # of a split whose place must not depend on the batch
+FIXED_TOKENS = 1024  # of a split whose place must not depend on the batch
 _MOST_SPLITS = 64
 
 
@@ -81,6 +89,7 @@ class Rules(NamedTuple):
         bounds: `[B, 2]` int32, contiguous, or None.
         sinks: `[H]`, or None.
         is_causal: of DENSE keys; CACHED and NEW ones are causal, CONTEXT is seen by every query.
+        invariant: whether splits must not depend on the batch.
     """
 
     softmax_scale: float
@@ -88,6 +97,7 @@ class Rules(NamedTuple):
     bounds: Tensor | None
     sinks: Tensor | None
     is_causal: bool
+    invariant: bool = False
 
     @property
     def mask_kind(self) -> int:
@@ -104,15 +114,17 @@ class Rules(NamedTuple):
         return tuple(0 if size == 1 else stride for size, stride in sizes)
 
 
-def _plan_splits(queries: Queries, keys: Keys, config: Config, arch: Arch) -> tuple[int, int]:
+def _plan_splits(
+    queries: Queries, keys: Keys, rules: Rules, config: Config, arch: Arch
+) -> tuple[int, int]:
     """Return the number of splits, and their length if it is fixed: both from shapes alone."""
-    if env.batch_invariant():
-        return max(1, triton.cdiv(keys.most, _FIXED_TOKENS)), _FIXED_TOKENS
+    if rules.invariant:
+        return max(1, cdiv(keys.most, FIXED_TOKENS)), FIXED_TOKENS
     heads = queries.latent.shape[0]
-    programs = triton.cdiv(queries.most * heads, config.block_m)
-    programs *= triton.next_power_of_2(max(1, queries.requests))
+    programs = cdiv(queries.most * heads, config.block_m)
+    programs *= pow2(max(1, queries.requests))
     wanted = 2 * arch.processors // max(1, programs)
-    return max(1, min(wanted, _MOST_SPLITS, triton.cdiv(keys.most, _LEAST_TOKENS))), 0
+    return max(1, min(wanted, _MOST_SPLITS, cdiv(keys.most, _LEAST_TOKENS))), 0
 
 
 def _launch_absorbed(
@@ -136,7 +148,7 @@ def _launch_absorbed(
     paged = keys.latent.dim() == 3
     launch(
         mla_absorbed_kernel,
-        (queries.requests * triton.cdiv(queries.most * heads, config.block_m), splits[0]),
+        (queries.requests * cdiv(queries.most * heads, config.block_m), splits[0]),
         like,
         like,
         q_rope,
@@ -209,7 +221,7 @@ def attend_absorbed(
     offered = absorbed_configs(rows, latent, rope, like.element_size(), fp8, arch)
 
     def run(config: Config) -> None:
-        plans = [_plan_splits(queries, keys, config, arch) for keys in sources]
+        plans = [_plan_splits(queries, keys, rules, config, arch) for keys in sources]
         total = sum(count for count, _ in plans)
         if total == 1:
             _launch_absorbed(

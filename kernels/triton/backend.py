@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch
-from mla_ops.kernels.triton import cache, dense, merge, paged
+from mla_ops.dims import MLADims
+from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch, PagedLimits
+from mla_ops.kernels.triton import cache, dense, memory, merge, paged
 from mla_ops.kernels.triton.primitives import INTERPRETED
 
 __all__ = ["TritonBackend"]
@@ -99,6 +100,10 @@ class TritonBackend:
     ) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]` of a mixed batch, decodes first."""
         return paged.attention(query, kv_c, k_pe, w_kv_b, batch, num_decodes)
+
+    def paged_bytes(self, dims: MLADims, limits: PagedLimits) -> dict[str, int]:
+        """Return the bytes that the worst call within the limits holds at once, by part."""
+        return memory.worst_bytes(dims, limits)
 
     merge_attn_states = staticmethod(merge.merge_attn_states)
     update_kv_cache = staticmethod(cache.update_kv_cache)

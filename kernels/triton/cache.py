@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_ops.errors import InvalidInputError
-from mla_ops.kernels.triton.launch import launch, unit
+from mla_ops.kernels.triton.launch import cdiv, launch, pow2, unit
 from mla_ops.kernels.triton.primitives import find_block, from_e4m3, to_e4m3
 
 __all__ = ["as_codes", "check_rows", "gather_kv_cache", "update_kv_cache"]
@@ -202,7 +202,7 @@ def update_kv_cache(
     cache = as_codes(kv_cache)
     launch(
         mla_cache_write_kernel,
-        (triton.cdiv(tokens, at_once),),
+        (cdiv(tokens, at_once),),
         cache,
         kv_c,
         k_pe,
@@ -221,8 +221,8 @@ def update_kv_cache(
         FP8=fp8,
         SCALED=fp8 and kv_scale is not None,
         TOKENS=at_once,
-        BLOCK_L=triton.next_power_of_2(latent),
-        BLOCK_R=triton.next_power_of_2(max(rope, 1)),
+        BLOCK_L=pow2(latent),
+        BLOCK_R=pow2(max(rope, 1)),
         num_warps=1,
     )
 
@@ -272,6 +272,6 @@ def gather_kv_cache(
         SCALED=fp8 and kv_scale is not None,
         ROWS=_GATHERED,
         BLOCK_A=wide,
-        BLOCK_B=triton.next_power_of_2(width - wide) if width > wide else 0,
+        BLOCK_B=pow2(width - wide) if width > wide else 0,
         num_warps=4,
     )

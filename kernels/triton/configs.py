@@ -148,6 +148,7 @@ _EXPANDED: tuple[Config, ...] = (
     Config(64, 32, 4, 2),
     Config(32, 32, 4, 2),
 )
+_EXPANDED_WIDE = (Config(128, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 2))
 _EXPANDED_FP32 = (Config(32, 16, 8, 2), Config(16, 16, 4, 1))
 _EXPANDED_HIP: tuple[Config, ...] = (Config(128, 32, 4, 1), Config(64, 32, 4, 1))
 _FEW_ROWS = Config(16, 16, 4, 1)
@@ -182,6 +183,8 @@ def absorbed_configs(
         bucket = 64
     width = padded(latent) + (padded(rope) if rope else 0)
     offered = [c for c in table[bucket] if _fits(c, arch, width * itemsize, width * itemsize)]
+    if fp8:  # the codes of 64 keys and what they become take more registers than there are
+        offered = [c for c in offered if c.block_m * c.block_n <= 32 * 32]
     if itemsize > 2:  # products of fp32 take no matrix units, and twice the registers
         offered = [c for c in offered if c.block_m * c.block_n * padded(latent) <= 16 * 16 * 512]
     return offered[:_OFFERS] or [_FEW_ROWS]
@@ -202,6 +205,9 @@ def expanded_configs(nope: int, rope: int, value: int, itemsize: int, arch: Arch
     query = (padded(nope) if nope else 0) + (padded(rope) if rope else 0)
     per_key = (query + padded(value)) * itemsize
     offered = [c for c in table if _fits(c, arch, per_key, query * itemsize)]
+    if padded(value) > 128 and not arch.is_hip:  # the result alone takes half of the registers
+        few = arch.name not in ("sm90", "sm100")
+        offered = [c for c in _EXPANDED_WIDE[few:] if _fits(c, arch, per_key, query * itemsize)]
     if itemsize > 2:
         offered = [c for c in _EXPANDED_FP32 if _fits(c, arch, per_key, query * itemsize)]
     return offered[:_OFFERS] or [_FEW_ROWS]
@@ -249,7 +255,7 @@ def run_chosen(
         repeatable: whether that gives the same result a second time; if so, the offers are timed
             when `MLA_OPS_AUTOTUNE=1`, unless a graph is being captured.
     """
-    if _forced and kind in _forced:
+    if kind in _forced:
         run(_forced[kind])
     elif _forced_arch:
         for config in offered:

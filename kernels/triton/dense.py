@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_ops.dims import MLADims, split_kv_b
+from mla_ops import env
+from mla_ops.dims import MLADims
 from mla_ops.dispatch import AttentionOptions
 from mla_ops.kernels.triton.absorbed import DENSE, Keys, Queries, Rules, attend_absorbed
 from mla_ops.kernels.triton.launch import unit
 from mla_ops.kernels.triton.prefill import Expanded, State, attend_expanded
-from mla_ops.kernels.triton.project import project
+from mla_ops.kernels.triton.project import halves, project, widths
 
 __all__ = ["attention"]
 
@@ -33,8 +34,7 @@ def attention(
         `out` `[B, H, S, V]` and `lse` `[B, H, S]` fp32.
     """
     _, heads, queries, width = query.shape
-    nope = width - k_pe.shape[2]
-    dims = MLADims(heads, kv_c.shape[2], nope, k_pe.shape[2], w_kv_b.shape[0] // heads - nope)
+    dims = widths(heads, kv_c.shape[2], k_pe.shape[2], width, w_kv_b.shape[0])
     query, kv_c, k_pe = unit(query), unit(kv_c), unit(k_pe)
     out = query.new_empty(*query.shape[:3], dims.v_head_dim)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -57,6 +57,7 @@ def _rules(options: AttentionOptions) -> Rules:
         None if bounds is None else bounds.contiguous(),
         None if sinks is None else sinks.contiguous(),
         options.is_causal,
+        env.batch_invariant(),
     )
 
 
@@ -75,10 +76,10 @@ def _absorbed(
     del workspace_tokens  # no scratch depends on the keys
     batch, heads, queries, _ = query.shape
     nope = dims.qk_nope_head_dim
-    w_uk, w_uv = split_kv_b(w_kv_b, heads, nope)
+    w_uk, w_uv = halves(w_kv_b, dims)
     by_head = query.transpose(0, 1)[..., :nope].reshape(heads, batch * queries, nope)
     latent = query.new_empty(heads, batch * queries, dims.kv_lora_rank)
-    project(by_head, w_uk, latent)
+    project(by_head, w_uk, latent, rules.invariant)
     result = torch.empty_like(latent)
     attend_absorbed(
         Queries(latent, query[..., nope:], batch, queries, None, 0),
@@ -89,10 +90,10 @@ def _absorbed(
     )
     if batch == 1 or queries == 1:
         flat = out[0] if batch == 1 else out[:, :, 0].transpose(0, 1)
-        project(result, w_uv.transpose(1, 2), flat)
+        project(result, w_uv, flat, rules.invariant)
     else:
         value = query.new_empty(heads, batch * queries, dims.v_head_dim)
-        project(result, w_uv.transpose(1, 2), value)
+        project(result, w_uv, value, rules.invariant)
         out.copy_(value.view(heads, batch, queries, -1).transpose(0, 1))
 
 
@@ -115,7 +116,7 @@ def _expanded(
     state = State.empty(heads, batch * queries, width, query) if keys > chunk else None
     for begin in range(0, max(keys, 1), chunk):
         part = slice(begin, min(begin + chunk, keys))
-        expanded = torch.matmul(kv_c[:, part], w_kv_b.t()).unflatten(2, (heads, nope + width))
+        expanded = torch.matmul(kv_c[:, part], w_kv_b.t()).view(batch, -1, heads, nope + width)
         given = Expanded(
             query,
             expanded[..., :nope],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Launch", "launch", "recording", "unit"]
+__all__ = ["Launch", "cdiv", "launch", "pow2", "recording", "unit"]
 
 
 class Launch(NamedTuple):
@@ -67,3 +67,13 @@ def launch(kernel: Any, grid: tuple[int, ...], tensor: Tensor, *args: Any, **opt
 def unit(tensor: Tensor) -> Tensor:
     """Return the tensor with its last dimension contiguous, copied if it is not."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return `a / b` rounded up; Triton's own costs microseconds on the host."""
+    return -(-a // b)
+
+
+def pow2(a: int) -> int:
+    """Return the least power of two that is not below `a`, and at least 1."""
+    return 1 << max(0, a - 1).bit_length()

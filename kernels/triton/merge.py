@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops.kernels.triton.launch import launch
+from mla_ops.kernels.triton.launch import cdiv, launch, pow2
 from mla_ops.kernels.triton.primitives import LN2, LOG2E, finish
 
 __all__ = ["launch_merge_splits", "merge_attn_states"]
@@ -104,10 +104,10 @@ def launch_merge_splits(
         natural: whether the maxima are natural logarithms, not those of base 2.
     """
     splits, heads, tokens, latent = parts.shape
-    block = min(128, triton.next_power_of_2(latent))
+    block = min(128, pow2(latent))
     launch(
         mla_merge_splits_kernel,
-        (heads * tokens, triton.cdiv(latent, block)),
+        (heads * tokens, cdiv(latent, block)),
         parts,
         parts,
         stats,
@@ -216,10 +216,10 @@ def merge_attn_states(
     """
     tokens, heads, width = prefix_out.shape
     lse = torch.empty((heads, tokens), dtype=torch.float32, device=prefix_out.device)
-    block = min(128, triton.next_power_of_2(width))
+    block = min(128, pow2(width))
     launch(
         mla_merge_states_kernel,
-        (triton.cdiv(tokens * heads, _ROWS), triton.cdiv(width, block)),
+        (cdiv(tokens * heads, _ROWS), cdiv(width, block)),
         out,
         prefix_out,
         prefix_lse,

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mla_ops import env
 from mla_ops.chunking import plan_chunks
-from mla_ops.dims import MLADims, split_kv_b
+from mla_ops.dims import MLADims
 from mla_ops.dispatch import PagedBatch
 from mla_ops.kernels.triton.absorbed import (
     CACHED,
@@ -24,7 +25,7 @@ from mla_ops.kernels.triton.absorbed import (
 from mla_ops.kernels.triton.cache import as_codes, check_rows, gather_kv_cache
 from mla_ops.kernels.triton.launch import unit
 from mla_ops.kernels.triton.prefill import Expanded, State, attend_expanded
-from mla_ops.kernels.triton.project import project
+from mla_ops.kernels.triton.project import halves, project, widths
 
 __all__ = ["attention", "decode", "ragged_prefill"]
 
@@ -50,14 +51,12 @@ class _Run(NamedTuple):
 
 
 def _dims(query: Tensor, w_kv_b: Tensor, kv_cache: Tensor) -> MLADims:
-    heads, latent = query.shape[1], w_kv_b.shape[1]
-    rope = kv_cache.shape[2] - latent
-    nope = query.shape[2] - rope
-    return MLADims(heads, latent, nope, rope, w_kv_b.shape[0] // heads - nope)
+    (_, heads, width), (expanded, latent) = query.shape, w_kv_b.shape
+    return widths(heads, latent, kv_cache.shape[2] - latent, width, expanded)
 
 
 def _rules(softmax_scale: float, is_causal: bool) -> Rules:
-    return Rules(softmax_scale, None, None, None, is_causal)
+    return Rules(softmax_scale, None, None, None, is_causal, env.batch_invariant())
 
 
 def _pages(kind: int, batch: PagedBatch, requests: slice, latent: int) -> Keys:
@@ -94,9 +93,15 @@ def decode(query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Te
     query = unit(query)
     rope = query[..., dims.qk_nope_head_dim :]
     # [B, H, S, R]: the requests are equally long, so nothing is ragged.
-    rope = rope.unflatten(0, (requests, most)).transpose(1, 2) if tokens else rope[None]
+    by_request = lse[None]
+    if tokens:
+        per_token, per_head, _ = rope.stride()
+        sizes = (requests, heads, most, rope.shape[2])
+        rope = rope.as_strided(sizes, (most * per_token, per_head, per_token, 1))
+        by_request = lse.view(heads, requests, most).transpose(0, 1)
+    else:
+        rope = rope[None]
     keys = [_pages(CACHED.value, batch, slice(None), dims.kv_lora_rank)]
-    by_request = lse.unflatten(1, (requests, most)).transpose(0, 1) if tokens else lse[None]
     _project(
         query,
         w_kv_b,
@@ -121,13 +126,14 @@ def _project(
     lse: Tensor,
 ) -> None:
     """Move the queries `[T, H, P+R]` into the latent space, attend, and move the result back."""
-    w_uk, w_uv = split_kv_b(w_kv_b, dims.num_heads, dims.qk_nope_head_dim)
+    w_uk, w_uv = halves(w_kv_b, dims)
     latent = query.new_empty(dims.num_heads, query.shape[0], dims.kv_lora_rank)
-    project(query[..., : dims.qk_nope_head_dim].transpose(0, 1), w_uk, latent)
+    nope = query[..., : dims.qk_nope_head_dim].transpose(0, 1)
+    project(nope, w_uk, latent, rules.invariant)
     # A padding token is in no request.
     result = torch.empty_like(latent) if queries[3] is None else torch.zeros_like(latent)
     attend_absorbed(Queries(latent, *queries), keys, rules, result, lse)
-    project(result, w_uv.transpose(1, 2), out.transpose(0, 1))
+    project(result, w_uv, out.transpose(0, 1), rules.invariant)
 
 
 def ragged_prefill(
@@ -314,7 +320,7 @@ def _expanded_run(
                 batch.kv_cache, table, cus[i], starts[i], workspace[:used], batch.kv_scale
             )
             torch.mm(workspace[:used, :latent], w_kv_b.t(), out=expanded[:used])
-            pair = expanded[:used].unflatten(1, (heads, -1))
+            pair = expanded[:used].view(-1, heads, nope + dims.v_head_dim)
             given = Expanded(
                 query,
                 pair[..., :nope],
@@ -325,7 +331,7 @@ def _expanded_run(
                 run.tokens.start,
             )
             attend_expanded(given, _rules(batch.softmax_scale, False), None, None, state)
-    pair = torch.mm(rows[0], w_kv_b.t()).unflatten(1, (heads, -1))
+    pair = torch.mm(rows[0], w_kv_b.t()).view(-1, heads, nope + dims.v_head_dim)
     given = Expanded(
         query,
         pair[..., :nope],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_ops.kernels.triton.absorbed import Rules
 from mla_ops.kernels.triton.configs import Config, arch_of, expanded_configs, padded, run_chosen
-from mla_ops.kernels.triton.launch import launch
+from mla_ops.kernels.triton.launch import cdiv, launch
 from mla_ops.kernels.triton.primitives import (
     ADDITIVE_MASK,
     LOG2E,
@@ -356,7 +356,7 @@ def _launch_expanded(
     else:
         requests, heads, most, _ = query.shape
         tokens = requests * most
-        blocks = requests * triton.cdiv(most, config.block_m)
+        blocks = requests * cdiv(most, config.block_m)
         q_strides = query.stride()[:3]
         out_strides = (0, 0, 0) if out is None else out.stride()[:3]
     k_strides, v_strides = (  # batch, head, token

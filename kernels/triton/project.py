@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_ops import env
+from mla_ops.dims import MLADims
 from mla_ops.kernels.triton.configs import padded
-from mla_ops.kernels.triton.launch import launch
+from mla_ops.kernels.triton.launch import cdiv, launch
 from mla_ops.kernels.triton.primitives import dot
 
-__all__ = ["project"]
+__all__ = ["halves", "project", "widths"]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -54,15 +56,43 @@ def mla_project_kernel(
     tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=inside_out)
 
 
-def project(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Multiply per head: by the library, or so that a token's bits depend on nothing else.
+@functools.cache
+def widths(heads: int, latent: int, rope: int, query: int, expanded: int) -> MLADims:
+    """Return the widths of a layer from sizes of its tensors.
+
+    Args:
+        heads: H.
+        latent: L.
+        rope: R.
+        query: P + R.
+        expanded: H * (P + V).
+    """
+    nope = query - rope
+    return MLADims(heads, latent, nope, rope, expanded // heads - nope)
+
+
+def halves(w_kv_b: Tensor, dims: MLADims) -> tuple[Tensor, Tensor]:
+    """Return `w_uk` `[H, P, L]` and `w_uv` transposed, `[H, L, V]`: views.
+
+    Args:
+        w_kv_b: `[H*(P+V), L]`.
+        dims: widths of the layer.
+    """
+    w = w_kv_b.view(dims.num_heads, -1, dims.kv_lora_rank)
+    nope = dims.qk_nope_head_dim
+    return w[:, :nope], w[:, nope:].transpose(1, 2)
+
+
+def project(x: Tensor, weight: Tensor, out: Tensor, invariant: bool) -> None:
+    """Multiply per head: by the library, whose sums depend on the batch, or by a kernel.
 
     Args:
         x: `[H, T, K]`.
         weight: `[H, K, N]`.
         out: `[H, T, N]`, written; its rows are contiguous.
+        invariant: whether a token's bits must not depend on the others.
     """
-    if not env.batch_invariant():
+    if not invariant:
         torch.bmm(x, weight, out=out)
         return
     heads, tokens, inner = x.shape
@@ -70,7 +100,7 @@ def project(x: Tensor, weight: Tensor, out: Tensor) -> None:
     block = min(64, padded(width))
     launch(
         mla_project_kernel,
-        (triton.cdiv(tokens, 16), triton.cdiv(width, block), heads),
+        (cdiv(tokens, 16), cdiv(width, block), heads),
         x,
         x,
         weight,
