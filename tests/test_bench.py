@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import mla_ops
 from mla_ops.bench import CASES, Case, Limits, machine_limits, measure, measure_case, peak_bytes
+from mla_ops.bench.paged import PagedCase, measure_layouts, measure_mixed
 from mla_ops.bench.runner import WrongResultError, check_case, measure_scratch
 from mla_ops.cli import build_app
 from mla_ops.kernels.tiled import TiledBackend
@@ -44,6 +45,22 @@ def test_a_wrong_result_is_not_timed(wrong_backend):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_case_passes_its_gate(case):
     assert check_case(case) < 0.05
+
+
+TINY = PagedCase("deepseek-v2-lite", 2, 90, 1, 40, 70)
+
+
+def test_both_ways_over_a_paged_cache_agree_before_they_are_timed(monkeypatch):
+    assert measure_mixed(TINY, seconds=0.01).ratio > 0
+    assert measure_layouts(PagedCase("deepseek-v2-lite", 2, 90), seconds=0.01).ratio > 0
+
+    def shifted(*tensors, **options):
+        out, lse = mla_ops.mla_paged_attention(*tensors, **options)
+        return mla_ops.MLAOutput(out + tensors[5].num_reqs, lse)
+
+    monkeypatch.setattr("mla_ops.bench.paged.mla_paged_attention", shifted)
+    with pytest.raises(WrongResultError, match="two ways to run it differ by"):
+        measure_mixed(TINY, seconds=0.01)
 
 
 def test_flops_and_bytes_of_a_case_by_hand():
@@ -83,6 +100,8 @@ def test_limits_are_positive():
 def test_command_prints_and_writes(tmp_path, monkeypatch):
     monkeypatch.setattr("mla_ops.bench.command.QUICK", (SMALL,))
     monkeypatch.setattr("mla_ops.bench.command._SCRATCH_CONTEXTS", (64, 128))
+    monkeypatch.setattr("mla_ops.bench.command.MIXED", TINY)
+    monkeypatch.setattr("mla_ops.bench.command.LAYOUTS", (PagedCase("deepseek-v2-lite", 1, 90),))
     path = tmp_path / "bench.json"
     arguments = ["bench", "--quick", "--seconds", "0.01", "--json", str(path)]
     result = CliRunner().invoke(build_app(), arguments)
@@ -91,4 +110,9 @@ def test_command_prints_and_writes(tmp_path, monkeypatch):
     document = json.loads(path.read_text())
     assert document["results"][0]["case"]["name"] == str(SMALL)
     assert document["results"][0]["speedup"] > 0
+    assert [row["name"] for row in document["paged"]] == [
+        "mixed / halves",
+        "scattered / consecutive",
+    ]
+    assert all(row["ratio"] > 0 for row in document["paged"])
     assert set(document["scratch_bytes"]) == {"64", "128"}

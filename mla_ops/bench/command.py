@@ -15,6 +15,7 @@ from rich.table import Table
 
 import mla_ops
 from mla_ops.bench.cases import CASES, QUICK, Case
+from mla_ops.bench.paged import LAYOUTS, MIXED, PagedResult, measure_layouts, measure_mixed
 from mla_ops.bench.runner import Result, measure_case, measure_scratch
 from mla_ops.bench.timing import Limits, machine_limits
 
@@ -44,7 +45,7 @@ def bench(
     console = Console()
     cases = QUICK if quick else CASES
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("machine limits", total=len(cases) + 2)
+        task = progress.add_task("machine limits", total=len(cases) + 3)
         limits = machine_limits()
         progress.advance(task)
         results = []
@@ -52,17 +53,23 @@ def bench(
             progress.update(task, description=str(case))
             results.append(measure_case(case, limits, stock=stock, seconds=seconds))
             progress.advance(task)
+        progress.update(task, description="paged cache")
+        paged = [measure_mixed(MIXED, seconds=seconds)]
+        paged += [measure_layouts(case, seconds=seconds) for case in LAYOUTS]
+        progress.advance(task)
         progress.update(task, description="scratch")
         scratch = {
             cached: measure_scratch(Case(_SCRATCH_MODEL, 1, _SCRATCH_NEW, cached))
             for cached in _SCRATCH_CONTEXTS
         }
     console.print(_table(results))
+    console.print(_paged_table(paged))
     console.print(_footer(limits, scratch))
     if json_path is not None:
         document = {
             "machine": _machine(limits),
             "results": [result.as_dict() for result in results],
+            "paged": [result.as_dict() for result in paged],
             "scratch_bytes": scratch,
         }
         json_path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
@@ -83,6 +90,24 @@ def _table(results: list[Result]) -> Table:
             "-" if result.speedup is None else f"{result.speedup:.1f}x",
             f"{result.of_matmul:.0%}",
             f"{result.of_bandwidth:.0%}",
+        )
+    return table
+
+
+def _paged_table(results: list[PagedResult]) -> Table:
+    table = Table(title="a paged cache, blocks of 64")
+    table.add_column("batch")
+    table.add_column("compared")
+    for name in ("ms", "quartiles", "ratio"):
+        table.add_column(name, justify="right")
+    for result in results:
+        one = result.one
+        table.add_row(
+            str(result.case),
+            result.name,
+            f"{one.median * 1e3:.2f} / {result.other * 1e3:.2f}",
+            f"{one.low * 1e3:.2f} - {one.high * 1e3:.2f}",
+            f"{result.ratio:.2f}",
         )
     return table
 
