@@ -40,8 +40,8 @@ def _title(node: Node) -> str:
         return name.removeprefix("kwargs_").replace("_parameters_", ".")
     if node.op == "call_method":
         return str(node.target)
-    name = kind(node)
-    return name if name not in (None, "item", "index") else node.name
+    step = kind(node)
+    return node.name if step in (None, "item", "index") else str(step)
 
 
 @dataclass(frozen=True)

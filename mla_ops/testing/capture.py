@@ -114,7 +114,7 @@ def forbid_host_sync() -> Iterator[None]:
         ...
         mla_ops.testing.capture.HostSyncError: Tensor.item reads a () tensor on the host
     """
-    with _Methods(), _Ops():
+    with _Methods(), _Ops():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -130,7 +130,7 @@ class _Recorded:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Recorded] = []
 
     def __torch_dispatch__(
