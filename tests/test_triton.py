@@ -112,14 +112,14 @@ def test_the_table_has_something_for_every_model(name: str, arch: Arch) -> None:
     dims = PRESETS[name]
     for rows in (1, 16, 17, 32, 33, 128, 4096):
         offered = configs.absorbed_configs(
-            rows, dims.kv_lora_rank, dims.qk_rope_head_dim, 2, False, arch
+            rows, dims.kv_lora_rank, dims.qk_rope_head_dim, 2, False, False, arch
         )
         assert offered
         assert offered == configs.absorbed_configs(
-            rows, dims.kv_lora_rank, dims.qk_rope_head_dim, 2, False, arch
+            rows, dims.kv_lora_rank, dims.qk_rope_head_dim, 2, False, False, arch
         )
     widths = (dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
-    assert configs.expanded_configs(*widths, 2, arch)
+    assert configs.expanded_configs(*widths, 2, False, arch)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_splits_stay_within_what_is_reserved(heads: int, requests: int, new: int
     queries = absorbed.Queries(latent, latent[..., :64], requests, new, None, 0)
     rules = absorbed.Rules(1.0, None, None, None, True)
     keys = [absorbed.Keys(2, latent, latent, most, None, None, None) for most in (2**17, new)]
-    for config in configs.absorbed_configs(heads * new, 512, 64, 2, False, arch):
+    for config in configs.absorbed_configs(heads * new, 512, 64, 2, False, False, arch):
         splits = [absorbed._plan_splits(queries, k, rules, config, arch)[0] for k in keys]
         rows = sum(splits) * heads * tokens
         assert rows <= memory.partial_rows(heads, limits, arch.processors)

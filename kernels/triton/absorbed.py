@@ -218,7 +218,8 @@ def attend_absorbed(
     heads, tokens, latent = like.shape
     rows, rope = queries.most * heads, queries.rope.shape[-1]
     fp8 = any(keys.kv_scale is not None for keys in sources)
-    offered = absorbed_configs(rows, latent, rope, like.element_size(), fp8, arch)
+    masked = rules.mask is not None
+    offered = absorbed_configs(rows, latent, rope, like.element_size(), fp8, masked, arch)
 
     def run(config: Config) -> None:
         plans = [_plan_splits(queries, keys, rules, config, arch) for keys in sources]
@@ -246,5 +247,5 @@ def attend_absorbed(
             rules.mask_kind == ADDITIVE_MASK.value,
         )
 
-    key = (rows, latent, rope, like.dtype, fp8, arch, tuple(k.kind for k in sources))
+    key = (rows, latent, rope, like.dtype, fp8, masked, arch, tuple(k.kind for k in sources))
     run_chosen("absorbed", key, offered, run, True)

@@ -153,6 +153,10 @@ _EXPANDED_FP32 = (Config(32, 16, 8, 2), Config(16, 16, 4, 1))
 _EXPANDED_HIP: tuple[Config, ...] = (Config(128, 32, 4, 1), Config(64, 32, 4, 1))
 _FEW_ROWS = Config(16, 16, 4, 1)
 _OFFERS = 2
+_LARGE = ("sm90", "sm100")
+_MODERN = ("sm90", "sm100", "sm120")
+_MASKED_80 = Config(128, 32, 8, 2)
+_MASKED = Config(32, 32, 8, 2)
 # Where 64 rows leave no spill in the main loop; elsewhere two programs take 32 rows each.
 _WIDE = ("sm90",)
 
@@ -165,7 +169,7 @@ def _fits(config: Config, arch: Arch, bytes_per_key: int, bytes_per_row: int) ->
 
 @functools.cache
 def absorbed_configs(
-    rows: int, latent: int, rope: int, itemsize: int, fp8: bool, arch: Arch
+    rows: int, latent: int, rope: int, itemsize: int, fp8: bool, masked: bool, arch: Arch
 ) -> list[Config]:
     """Return the tile sizes offered for the absorbed form, best first.
 
@@ -175,6 +179,7 @@ def absorbed_configs(
         rope: R.
         itemsize: bytes of an element of the query.
         fp8: whether the cache holds fp8.
+        masked: whether there is an attention mask, whose tiles take memory too.
         arch: of the device.
     """
     table = _ABSORBED_HIP if arch.is_hip else _ABSORBED
@@ -183,15 +188,21 @@ def absorbed_configs(
         bucket = 64
     width = padded(latent) + (padded(rope) if rope else 0)
     offered = [c for c in table[bucket] if _fits(c, arch, width * itemsize, width * itemsize)]
-    if fp8:  # the codes of 64 keys and what they become take more registers than there are
+    if fp8 and not arch.is_hip:  # codes and what they become are in registers together
+        narrow = 16 if arch.name in _MODERN else 0  # rows that four warps can take
         offered = [c for c in offered if c.block_m * c.block_n <= 32 * 32]
+        offered = [c for c in offered if c.num_warps == 8 or c.block_m <= narrow]
+    if masked:
+        offered = [c for c in offered if c.block_n <= 32][:1]
     if itemsize > 2:  # products of fp32 take no matrix units, and twice the registers
         offered = [c for c in offered if c.block_m * c.block_n * padded(latent) <= 16 * 16 * 512]
     return offered[:_OFFERS] or [_FEW_ROWS]
 
 
 @functools.cache
-def expanded_configs(nope: int, rope: int, value: int, itemsize: int, arch: Arch) -> list[Config]:
+def expanded_configs(
+    nope: int, rope: int, value: int, itemsize: int, masked: bool, arch: Arch
+) -> list[Config]:
     """Return the tile sizes offered for the expanded form, best first.
 
     Args:
@@ -199,6 +210,7 @@ def expanded_configs(nope: int, rope: int, value: int, itemsize: int, arch: Arch
         rope: R.
         value: V.
         itemsize: bytes of an element.
+        masked: whether there is an attention mask.
         arch: of the device.
     """
     table = _EXPANDED_HIP if arch.is_hip else _EXPANDED
@@ -206,8 +218,10 @@ def expanded_configs(nope: int, rope: int, value: int, itemsize: int, arch: Arch
     per_key = (query + padded(value)) * itemsize
     offered = [c for c in table if _fits(c, arch, per_key, query * itemsize)]
     if padded(value) > 128 and not arch.is_hip:  # the result alone takes half of the registers
-        few = arch.name not in ("sm90", "sm100")
+        few = arch.name not in _LARGE
         offered = [c for c in _EXPANDED_WIDE[few:] if _fits(c, arch, per_key, query * itemsize)]
+    elif masked and not arch.is_hip and arch.name not in _LARGE:
+        offered = [_MASKED_80 if arch.name == "sm80" else _MASKED]
     if itemsize > 2:
         offered = [c for c in _EXPANDED_FP32 if _fits(c, arch, per_key, query * itemsize)]
     return offered[:_OFFERS] or [_FEW_ROWS]

@@ -326,7 +326,8 @@ def attend_expanded(
     query, key, value = given.query, given.key, given.value
     nope, rope, width = key.shape[-1], given.rope.shape[-1], value.shape[-1]
     heads, arch = value.shape[-2], arch_of(query)
-    offered = expanded_configs(nope, rope, width, query.element_size(), arch)
+    masked = rules.mask is not None
+    offered = expanded_configs(nope, rope, width, query.element_size(), masked, arch)
 
     def run(config: Config) -> None:
         _launch_expanded(given, rules, config, out, lse, state)

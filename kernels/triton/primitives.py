@@ -68,7 +68,7 @@ def to_e4m3(value):
     """Encode fp32 as e4m3 codes in uint8: round to nearest even, saturate, NaN stays NaN."""
     bits = value.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
-    size = tl.minimum(tl.abs(value), 448.0)
+    size = tl.where(value != value, 0.0, tl.minimum(tl.abs(value), 448.0))
     bits = size.to(tl.uint32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2**-6 codes are multiples of 2**-9: adding 1.5 * 2**23 rounds to whole ones.
