@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from mla_ops.kernels.rows import ExpandedRows, Rows
 from mla_ops.kernels.softmax import Running, tile_softmax
 from mla_ops.kernels.tiling import Job, Request, Visibility, blocks, finite
 
-__all__ = ["Absorbed", "Expanded", "Form", "attend", "form_from_latents"]
+__all__ = ["Absorbed", "Expanded", "Form", "attend", "attend_together", "form_from_latents"]
 
 
 class Form(Protocol):
@@ -45,9 +45,16 @@ class Absorbed:
         self._w_uv = w_uv.contiguous()  # bmm would copy the strided view itself, transposed
         nope, rope = query.split([dims.qk_nope_head_dim, dims.qk_rope_head_dim], dim=-1)
         latent = torch.bmm(nope, w_uk)  # [h, S, L]
-        rows = torch.cat([latent, rope], dim=-1)
-        self._queries = [rows[:, s].flatten(0, 1) for s in blocks(rows.shape[1], job.plan.queries)]
+        self._absorbed = torch.cat([latent, rope], dim=-1)
         self._job = job
+        self.select(slice(0, query.shape[1]))
+
+    def select(self, tokens: slice) -> None:
+        """Attend for some of the tokens from here on."""
+        rows = self._absorbed[:, tokens]
+        self._queries = [
+            rows[:, s].flatten(0, 1) for s in blocks(rows.shape[1], self._job.plan.queries)
+        ]
 
     def load(self, rows: Rows, visibility: Visibility) -> None:
         """Take a tile's rows as they lie."""
@@ -191,6 +198,56 @@ def _attend_heads(
         else:
             out[heads, where] = form.finish(merged[0].to(job.compute))
             lse[heads, where] = merged[1][..., 0]
+
+
+def attend_together(
+    requests: Sequence[tuple[slice, Request]],
+    query: Tensor,
+    w_kv_b: Tensor,
+    job: Job,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend for several small requests in the absorbed form.
+
+    Alone, each would read the whole up projection twice for its few tokens; so the projections act
+    once, on the tokens of all of them.
+
+    Args:
+        requests: each with the place of its tokens.
+        query: `[H, T, P+R]` of all of them.
+        w_kv_b: `[H*(P+V), L]`.
+        job: the call; its plan is absorbed.
+        out: `[H, T, V]`, written.
+        lse: `[H, T]`, written.
+    """
+    for heads in blocks(job.dims.num_heads, job.plan.heads):
+        _attend_heads_together(requests, query, w_kv_b, job, out, lse, heads)
+
+
+def _attend_heads_together(
+    requests: Sequence[tuple[slice, Request]],
+    query: Tensor,
+    w_kv_b: Tensor,
+    job: Job,
+    out: Tensor,
+    lse: Tensor,
+    heads: slice,
+) -> None:
+    """Attend for one block of heads; what it holds is free before the next one begins."""
+    form = Absorbed(query[heads].to(job.compute), job.weights_of(heads, w_kv_b), job)
+    shape = (heads.stop - heads.start, query.shape[1], job.dims.kv_lora_rank)
+    latent = query.new_empty(shape, dtype=job.compute)
+    for tokens, request in requests:
+        form.select(tokens)
+        queries = list(blocks(tokens.stop - tokens.start, job.plan.queries))
+        walked = _walk_keys(form, request, heads, queries, job)
+        for where, running in zip(queries, walked, strict=True):
+            place = slice(tokens.start + where.start, tokens.start + where.stop)
+            merged = running.result(None)
+            latent[:, place] = 0.0 if merged is None else merged[0]
+            lse[heads, place] = float("-inf") if merged is None else merged[1][..., 0]
+    out[heads] = form.finish(latent)
 
 
 def form_from_latents(w_kv_b: Tensor, job: Job) -> Callable[[Tensor, slice], Form]:

@@ -179,6 +179,7 @@ class PagedCache:
         self.dims, self._pages = dims, kv_cache
         self.scale = scale if kv_cache.dtype.itemsize == 1 else None
         self.flat, self.pitch = flat_rows(kv_cache)
+        self._within = torch.arange(self.block_size, device=kv_cache.device)
         self._gathered = kv_cache.new_empty(rows, width)
         self._converted = (
             None if compute == kv_cache.dtype else kv_cache.new_empty(rows, width, dtype=compute)
@@ -197,9 +198,9 @@ class PagedCache:
         if begin is not None:
             rows = self.flat[begin + offset : begin + offset + count]
         else:
-            position = torch.arange(offset, offset + count, device=pages.device)
-            ids = pages[position // self.block_size] * self.pitch + position % self.block_size
+            ids = (pages[:, None] * self.pitch + self._within).flatten()
             rows = self._gathered[:count]
+            ids = ids[offset : offset + count]
             torch.index_select(as_bytes(self.flat), 0, ids, out=as_bytes(rows))
         if self._converted is not None:
             rows = self._converted[:count].copy_(rows)

@@ -10,7 +10,7 @@ import torch
 
 from mla_ops.dims import MLADims, stat_dtype
 from mla_ops.dispatch import PagedLimits
-from mla_ops.kernels.tiled_paged import plan_paged
+from mla_ops.kernels.tiled_paged import TOGETHER, plan_paged
 from mla_ops.kernels.tiling import MOST_QUERIES, Plan, compute_dtype, scratch_sizes
 
 __all__ = ["batch_bytes", "worst_bytes"]
@@ -76,7 +76,7 @@ def batch_bytes(
     return {
         "results": limits.num_tokens * dims.num_heads * per_token,
         "scratch": scratch_sizes(dims, plan).nbytes(stats, compute),
-        "gathered": plan.keys * dims.latent_dim * row,
+        "gathered": plan.keys * dims.latent_dim * row + 8 * limits.block_size,
         "working": _working(dims, plan, limits, num_queries, num_keys, cached, compute, stats),
         "other": _SMALL + library,
     }
@@ -108,6 +108,17 @@ def _working(
         making = form + given
         wide = kept = value
         finishing = 0 if same else block * value * c
+    elif cached:  # the projections act on several decodes at once
+        count = max(1, TOGETHER // num_queries) * num_queries
+        tokens = plan.heads * max(num_queries, min(count, limits.num_tokens))
+        given = tokens * dims.qk_head_dim * c if converts else 0
+        copies = 0 if same else half * dims.qk_nope_head_dim + tokens * dims.qk_nope_head_dim * c
+        some = tokens > queries or num_queries > plan.queries  # a request's rows are copied out
+        latent = weights + given + half * value + tokens * rank * c
+        making = latent + max(copies, tokens * width * c + some * queries * width * c)
+        form = half * value + tokens * (width + rank) * c + some * queries * width * c
+        wide, kept = width, rank
+        finishing = tokens * value * c
     else:
         form = half * value + queries * width * c
         again = width if num_queries > plan.queries else 0
@@ -131,5 +142,5 @@ def _working(
     rows = 0 if cached or not converts else new * width * c
     hidden = plan.queries * (plan.keys if cached else new) if plan.queries > 1 else 0
     pages = -(-plan.keys // limits.block_size) + 1
-    loading = 8 * (4 * plan.keys + pages)
-    return max(making, form + running + max(rows + hidden + adding, loading, finishing))
+    loading = 8 * (pages * limits.block_size + 2 * pages)
+    return max(making, form + running + max(rows + hidden + adding, hidden + loading, finishing))

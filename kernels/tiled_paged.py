@@ -16,7 +16,7 @@ from torch import Tensor
 from mla_ops.dims import MLADims, stat_dtype
 from mla_ops.dispatch import PagedBatch
 from mla_ops.errors import InvalidInputError
-from mla_ops.kernels.attend import Expanded, attend, form_from_latents
+from mla_ops.kernels.attend import Expanded, attend, attend_together, form_from_latents
 from mla_ops.kernels.rows import (
     ChainedRows,
     DenseRows,
@@ -31,6 +31,7 @@ from mla_ops.kernels.rows import (
 from mla_ops.kernels.tiling import Job, Plan, Request, Visibility, compute_dtype, plan_tiles
 
 __all__ = [
+    "TOGETHER",
     "gather",
     "merge",
     "paged_attention",
@@ -39,6 +40,9 @@ __all__ = [
     "to_cache",
     "write",
 ]
+
+TOGETHER = 32
+"""Most tokens of decodes that share one turn of the up projections."""
 
 _PAGED_KEYS = 4096
 
@@ -168,27 +172,33 @@ def _attend_group(
     compute = compute_dtype(query.dtype, query.device)
     job = Job(dims, plan, batch.softmax_scale, query, compute)
     cache = PagedCache(batch.kv_cache, job.dims, batch.kv_scale, job.compute, job.plan.keys)
-    form_of = form_from_latents(w_kv_b, job)
-    for i in group:
+
+    def request_of(i: int) -> Request:
         tokens = slice(ragged.starts[i], ragged.starts[i + 1])
         pages = PagedRows(cache, batch.block_table[i])
         source: RowSource = pages
         if new is not None and new[0] is not None and new[1] is not None:
             rows = DenseRows(new[0][tokens], new[1][tokens])
             source = ChainedRows(pages, ragged.lens[i] - ragged.new(i), rows)
-        request = Request(
-            query[tokens].transpose(0, 1),
-            source,
-            Visibility(
-                ragged.new(i),
-                ragged.lens[i],
-                is_causal=True,
-                mask=None,
-                bounds=None,
-                device=query.device,
-            ),
+        count, length = ragged.new(i), ragged.lens[i]
+        visibility = Visibility(
+            count, length, is_causal=True, mask=None, bounds=None, device=query.device
         )
-        attend(request, form_of, None, job, out[tokens].transpose(0, 1), lse[:, tokens])
+        return Request(query[tokens].transpose(0, 1), source, visibility)
+
+    if new is None and not expand:  # decodes, as many new tokens each
+        count = max(1, TOGETHER // ragged.new(group[0]))
+        for some in (group[i : i + count] for i in range(0, len(group), count)):
+            begin, end = ragged.starts[some[0]], ragged.starts[some[-1] + 1]
+            places = [slice(ragged.starts[i] - begin, ragged.starts[i + 1] - begin) for i in some]
+            requests = [(place, request_of(i)) for place, i in zip(places, some, strict=True)]
+            queries, results = (x[begin:end].transpose(0, 1) for x in (query, out))
+            attend_together(requests, queries, w_kv_b, job, results, lse[:, begin:end])
+        return
+    form_of = form_from_latents(w_kv_b, job)
+    for i in group:
+        tokens = slice(ragged.starts[i], ragged.starts[i + 1])
+        attend(request_of(i), form_of, None, job, out[tokens].transpose(0, 1), lse[:, tokens])
 
 
 def ragged_prefill(
