@@ -157,7 +157,7 @@ def units(targets: Sequence[str], problems: Sequence[str] | None = None) -> Iter
                 seen.add(key)
                 options = launch.options
                 config = ""
-                if "BLOCK_N" in options:
+                if "BLOCK_M" in options:
                     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
                     config = str(Config(*(options[n] for n in names)))
                 flags = ("SPLIT", "CONTINUES", "FINAL", "FP8")

@@ -14,6 +14,7 @@ from torch import Tensor
 from mla_ops.dims import PRESETS, MLADims
 from mla_ops.dispatch import AttentionOptions, PagedBatch
 from mla_ops.kernels.triton.backend import TritonBackend
+from mla_ops.kernels.triton.project import halves, project
 
 __all__ = ["PROBLEMS", "paged_batch"]
 
@@ -169,6 +170,15 @@ def _cache(dtype: torch.dtype) -> Callable[[], object]:
     return run
 
 
+def _projection() -> None:
+    tokens = _new(256, _LITE.num_heads, _LITE.qk_head_dim)
+    latent = _new(_LITE.num_heads, 256, _LITE.kv_lora_rank)
+    out = _new(256, _LITE.num_heads, _LITE.v_head_dim)
+    w_uk, w_uv = halves(_weight(_LITE), _LITE)
+    project(tokens[..., : _LITE.qk_nope_head_dim].transpose(0, 1), w_uk, latent, True)
+    project(latent, w_uv, out.transpose(0, 1), True)
+
+
 PROBLEMS: Mapping[str, Callable[[], object]] = MappingProxyType(
     {
         "decode, 16 rows": _decode(_LITE),
@@ -203,6 +213,7 @@ PROBLEMS: Mapping[str, Callable[[], object]] = MappingProxyType(
         "prefill, GLM": _prefill(_GLM, True),
         "prefill, MiniCPM3": _prefill(_SMALL, True),
         "prefill, fp32": _prefill(_LITE, True, torch.float32),
+        "projection": _projection,
         "merge of states": _merge,
         "cache": _cache(_BF16),
         "cache, fp8": _cache(_FP8),
