@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,8 +152,8 @@ def check_blocks(blocks: Tensor, needed: int, kv_cache: Tensor) -> None:
     """
     if blocks.device.type != "cpu" or needed <= 0:
         return
-    limit = kv_cache.shape[0]
-    if blocks.numel() < needed or int(blocks.min()) < 0 or int(blocks.max()) >= limit:
+    limit, ids = kv_cache.shape[0], blocks.numpy()  # small, and numpy's calls cost less
+    if ids.size < needed or ids.min() < 0 or ids.max() >= limit:
         raise InvalidInputError(
             f"block_table must hold {needed} ids from 0 to {limit - 1} for the rows that are read, "
             f"got {blocks.tolist()}"
@@ -213,11 +214,10 @@ class PagedCache:
         """Return the first row of pages that follow one another in memory, None for others."""
         if pages.device.type != "cpu":
             return None  # reading the table would be a host sync
-        if pages.numel() > 1 and (
-            self.pitch != self.block_size or not bool((pages.diff() == 1).all())
-        ):
+        ids = pages.numpy()
+        if ids.size > 1 and (self.pitch != self.block_size or (np.diff(ids) != 1).any()):
             return None
-        return int(pages[0]) * self.pitch
+        return int(ids[0]) * self.pitch
 
 
 def as_bytes(rows: Tensor) -> Tensor:
