@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from families import in_a_fresh_process
 
 import mla_ops
 from mla_ops import MLADims
@@ -39,3 +42,22 @@ def test_decodes_that_share_the_up_projections(requests: int, new: int) -> None:
         oracle = decode()
     torch.testing.assert_close(ours.out, oracle.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.lse, oracle.lse, rtol=1e-5, atol=1e-5)
+
+
+WITHOUT = """
+import sys
+sys.modules["triton"] = None  # any import of it fails
+import torch, mla_ops
+tensors = torch.randn(2, 3, 4, 16), torch.randn(2, 9, 20), torch.randn(2, 9, 6), torch.randn(72, 20)
+results = []
+for name in ("auto", "reference"):
+    with mla_ops.use_backend(name):
+        results.append(mla_ops.mla_attention(*tensors, softmax_scale=0.3).out)
+torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+print("same")
+"""
+
+
+def test_a_machine_without_triton_needs_none(tmp_path: Path) -> None:
+    """Case 54."""
+    assert in_a_fresh_process(WITHOUT, tmp_path).strip() == "same"

@@ -24,9 +24,11 @@ from families import (
 )
 from families.scenarios import Scenario
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from mla_ops.passes import RewriteReport, explain, make_backend
+from mla_ops.passes.fuse_attention import ATTENTION
 
 STEPS = 20
 # One of each structure; `-m slow` runs the others.
@@ -168,6 +170,26 @@ def test_decode_with_a_growing_cache_is_two_graphs(family: Family) -> None:
 def test_decode_with_a_static_cache_is_one_graph(family: Family) -> None:
     compiled = decode(family, lambda model: scenarios.static_cache(model, 40))
     assert compiled.matched() == [family.mla_layers]
+
+
+def test_only_batch_and_lengths_are_dynamic() -> None:
+    """Case 50: widths and heads are numbers in the graph, whatever else varies."""
+    family, ops = FAMILIES["deepseek_v3"], []
+
+    def keep(gm: GraphModule, _: Any) -> Any:
+        ops.extend(node for node in gm.graph.nodes if node.target is ATTENTION)
+        return gm.forward
+
+    model = family.build()
+    compiled = torch.compile(model, backend=make_backend(keep), fullgraph=True)
+    cache = scenarios.dynamic_cache(model)
+    forward(model, sample_input_ids(), cache=cache)
+    for step in range(3):
+        forward(compiled, sample_input_ids(length=1, seed=step), cache=cache)
+    query, kv_c, k_pe, w_kv_b = (node.meta["example_value"] for node in ops[-1].args[:4])
+    assert not isinstance(kv_c.shape[1], int)  # the context grows
+    widths = (*query.shape[1:], kv_c.shape[2], k_pe.shape[2], *w_kv_b.shape)
+    assert all(isinstance(width, int) for width in widths)
 
 
 def test_causal_mask_of_a_static_cache_is_not_built() -> None:
