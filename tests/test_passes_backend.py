@@ -302,6 +302,32 @@ def test_training_compile_has_the_gradients_of_stock(
     assert counted.calls == 1
 
 
+def test_nothing_of_the_size_of_the_scores_is_kept_for_the_backward() -> None:
+    """The partitioner of AOTAutograd sees the op's own formula, which recomputes."""
+    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+
+    graphs: list[GraphModule] = []
+
+    def keep(gm: GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return make_boxed_func(gm.forward)
+
+    def inner(gm: GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        partition = min_cut_rematerialization_partition
+        return aot_function(gm.forward, keep, keep, partition_fn=partition)
+
+    toy, args = Toy(), inputs(s=29, t=31)
+    compiled = torch.compile(toy, backend=make_backend(inner), fullgraph=True)
+    for ours, stock in zip(gradients(toy, compiled, args), gradients(toy, toy, args), strict=True):
+        close(ours, stock)
+    forward, backward = ([str(node.target) for node in gm.graph.nodes] for gm in graphs)
+    assert forward.count("mla_ops.mla_attention.default") == 1
+    assert backward.count("mla_ops.mla_attention_backward.default") == 1
+    (output,) = (node for node in graphs[0].graph.nodes if node.op == "output")
+    saved = [node.meta["val"].shape for node in output.all_input_nodes]
+    assert not any({29, 31} <= set(shape) for shape in saved)
+
+
 class Checkpointed(nn.Module):
     """Two layers whose activations are recomputed in the backward."""
 

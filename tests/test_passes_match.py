@@ -108,6 +108,17 @@ def test_one_token_and_no_rotary_part(module: type[Toy], s: int, r: int) -> None
     check(module(), *inputs(s=s, r=r))
 
 
+class Sharded(Toy):
+    """The weight is what some function makes of a parameter, as `to_local` of a sharded one."""
+
+    def project(self, latent: Tensor) -> Tensor:
+        return F.linear(latent, self.kv_b_proj.weight.view_as(self.kv_b_proj.weight))
+
+
+def test_weight_may_come_from_any_node() -> None:
+    check(Sharded(), *inputs())
+
+
 @pytest.mark.parametrize("mask", [bool_mask(), bool_mask(H), float_mask(), bool_mask()[0, 0]])
 def test_masks(mask: Tensor) -> None:
     check(Toy(), *inputs(), mask)
