@@ -21,7 +21,6 @@ __all__ = [
     "argument",
     "base_of",
     "dimensions",
-    "is_aten",
     "is_mutation",
     "kind",
     "last_axis_piece",
@@ -114,11 +113,6 @@ def dimensions(node: Node) -> tuple[Any, ...]:
     return tuple(given[0]) if isinstance(given[0], tuple | list) else tuple(given)
 
 
-def is_aten(node: Node) -> bool:
-    """Whether a node is an ATen or custom operator: the graph is an exported one."""
-    return isinstance(node.target, torch._ops.OpOverload)
-
-
 def value_key(node: Node) -> str:
     """Return the name under which this level of graph keeps a node's fake value."""
     return "val" if "val" in node.meta else "example_value"
@@ -171,7 +165,9 @@ def is_mutation(node: Node) -> bool:
     if schema is not None:
         return bool(schema.is_mutable)
     name = getattr(node.target, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_OPERATORS
+    if getattr(node.target, "__module__", "") == "_operator":  # `and_` changes nothing
+        return name in _INPLACE_OPERATORS
+    return name.endswith("_") and not name.endswith("__")
 
 
 _INPLACE_OPERATORS = {"iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ipow"}

@@ -123,9 +123,14 @@ def _per_request(graph: Graph, node: Node, pair: Node) -> Node:
 
 
 def _conjuncts(mask: Any) -> Iterator[Node]:
-    """Yield the masks whose conjunction a mask is, without the views in between."""
-    while kind(mask) in ("expand", "cast"):
+    """Yield the masks whose conjunction a mask is, without the views in between.
+
+    One that is written to in place is not looked into: how it was made does not say what it is.
+    """
+    while kind(mask) == "expand" or _keeps_values(mask):
         mask = mask.args[0]
+    if any(is_mutation(user) for user in getattr(mask, "users", ())):
+        return
     if kind(mask) == "and":
         for part in mask.args[:2]:
             yield from _conjuncts(part)
@@ -133,6 +138,15 @@ def _conjuncts(mask: Any) -> Iterator[Node]:
         yield from _conjuncts(mask.args[0])
     else:
         yield mask
+
+
+def _keeps_values(node: Any) -> bool:
+    """Whether a node is a cast that keeps a bool mask bool, or a float one float."""
+    if kind(node) != "cast":
+        return False
+    before, after = tensor_of(node.args[0]), tensor_of(node)
+    known = isinstance(before, Tensor) and isinstance(after, Tensor)
+    return known and before.is_floating_point() == after.is_floating_point()
 
 
 def _is_additive(mask: Node) -> bool:

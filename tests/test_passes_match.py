@@ -126,6 +126,10 @@ def test_masks(mask: Tensor) -> None:
         check(Eager(), *inputs(), mask)
 
 
+def test_a_prefix_of_any_length() -> None:
+    check(Prefix(), *inputs(), dynamic=True)
+
+
 def test_default_scale_is_that_of_the_query() -> None:
     class Plain(Toy):
         def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +121,85 @@ def test_missing_metadata_is_a_reason_and_no_crash() -> None:
     report = rewrite(graphs[0])
     assert report.matched == []
     assert len(report.sites) == 1
+
+
+# --- bounds over a static cache ---
+
+
+class Static(Toy):
+    """Attention over a cache of a fixed length, with a causal mask that the graph makes itself."""
+
+    change = staticmethod(lambda mask: mask)
+
+    def forward(self, query: Tensor, latent: Tensor, k_pe: Tensor, filled: Tensor) -> Tensor:
+        new = query.shape[2]
+        position = torch.arange(new) + filled
+        filled.add_(new)
+        slots = torch.arange(latent.shape[2])
+        mask = slots[None, None, None, :] <= position[None, None, :, None]
+        return super().forward(query, latent, k_pe, self.change(mask))
+
+
+def bounded(change: Callable[[Tensor], Tensor], **options: Any) -> tuple[int, Any]:
+    """How often bounds were put in, and the mask that the op still gets; the result is right."""
+    module = Static()
+    module.change = change
+    query, latent, k_pe = inputs(s=2, t=9)
+    expected = module(query, latent, k_pe, torch.tensor(4))
+    torch._dynamo.reset()
+    filled = torch.tensor(4)
+    out, report, gm = compiled(module, query, latent, k_pe, filled, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert filled == 6
+    (op,) = (node for node in gm.graph.nodes if node.target is ATTENTION)
+    return report.count("bound_static_cache"), op.args[4]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mask: mask,
+        lambda mask: mask.expand(B, -1, -1, -1).bool(),
+        lambda mask: torch.where(mask, 0.0, torch.finfo(torch.float32).min),
+        lambda mask: torch.where(mask, torch.zeros(()), -float("inf")),
+    ],
+    ids=["bool", "expanded", "additive", "infinite"],
+)
+def test_a_causal_mask_of_the_graph_becomes_bounds(change: Any, dynamic: bool) -> None:
+    assert bounded(change, dynamic=dynamic) == (1, None)
+
+
+def test_a_mask_that_hides_more_stays_beside_the_bounds() -> None:
+    hidden = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    hidden[..., 2] = False
+    count, mask = bounded(lambda mask: mask & hidden)
+    assert count == 1
+    assert mask is not None
+
+
+def shown(mask: Tensor) -> Tensor:
+    """Changed in place, where no edge of the graph says so."""
+    mask.logical_or_(torch.ones((), dtype=torch.bool))
+    return mask
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mask: mask.float(),  # adds 1 to what is visible, and hides nothing
+        lambda mask: ~mask,
+        shown,
+        lambda mask: torch.where(mask, 1.0, -float("inf")),
+        lambda mask: torch.where(mask, 0.0, -3.0),
+        lambda mask: torch.where(mask, -float("inf"), 0.0),
+    ],
+    ids=["float", "inverted", "in place", "shifted", "soft", "swapped"],
+)
+def test_another_mask_gets_no_bounds(change: Any) -> None:
+    count, mask = bounded(change)
+    assert count == 0
+    assert mask is not None
 
 
 # --- graphs of torch.export ---
