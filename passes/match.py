@@ -168,7 +168,7 @@ def _match(attention: Attention) -> Match:
     attention.chain += [k_nope, value, split]
     latent, weight = _read_linear(attention, split, nope + value_width)
     _check_sizes(attention, latent, k_pe, weight, nope, value_width)
-    _check_unchanged(attention, latent, k_pe)
+    _check_unchanged(attention, latent, k_pe, weight)
     return Match(
         attention.node,
         query,
@@ -308,14 +308,20 @@ def _check_sizes(
     require(same_size(rotary[2], shape[-2]), "latent and rotary key differ in their length")
 
 
-def _check_unchanged(attention: Attention, latent: Node, k_pe: Node) -> None:
-    """Refuse when the latents are written to between their expansion and the attention."""
-    owners = {base_of(latent), base_of(k_pe)}
+def _check_unchanged(attention: Attention, latent: Node, k_pe: Node, weight: Node) -> None:
+    """Refuse when something is written to between the expansion and the attention.
+
+    The op reads the latents later than the expansion did, and never makes what was expanded: a
+    write into either, which no edge of the graph may show, would be lost.
+    """
     mine = set(attention.chain)
+    owners = {base_of(latent): "the latent", base_of(k_pe): "the rotary key"}
+    owners |= {base_of(weight): "the weight"} | dict.fromkeys(mine, "what was expanded")
     node, first = attention.node.prev, min(mine)
     while node is not first:
-        changes = node not in mine and is_mutation(node) and base_of(node.args[0]) in owners
-        require(not changes, "the latent is changed between its expansion and the attention")
+        if node not in mine and is_mutation(node) and base_of(node.args[0]) in owners:
+            what = owners[base_of(node.args[0])]
+            raise DiffersError(f"{what} is written to in front of the attention")
         node = node.prev
 
 

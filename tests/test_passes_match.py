@@ -37,6 +37,7 @@ from mla_ops.passes.match import find_attention
 from mla_ops.passes.nodes import kind
 
 
+@torch.no_grad()  # autograd would refuse some of these writes by itself
 def missed(module: nn.Module, *args: Any, **options: Any) -> str:
     """The reason why the one attention of a module was left alone; its result is untouched."""
     expected = module(*args)
@@ -255,6 +256,27 @@ class Written(Toy):
         return self.attend(query, key, value, None) + latent.sum()
 
 
+class InPlace(Toy):
+    """An adapter that writes into the layer's output, which no edge of the graph shows."""
+
+    def project(self, latent: Tensor) -> Tensor:
+        kv = self.kv_b_proj(latent)
+        kv.mul_(2.0)
+        return kv
+
+
+class ValueInPlace(Toy):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        value[..., :2].mul_(2.0)
+        return super().attend(query, key, value, mask)
+
+
+class KeyInPlace(Toy):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        key.mul_(2.0)
+        return super().attend(query, key, value, mask)
+
+
 class Grouped(Toy):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, scale=SCALE, enable_gqa=True)
@@ -295,7 +317,10 @@ def with_dropout(module: type[Toy] = Toy) -> Toy:
         (Scaled, "kv_b_proj is not a plain linear layer (it is the result of mul)"),
         (KeyReturned, "the key is used elsewhere, too (sum_1)"),
         (OwnRotary, "the second part of the key is not shared by the heads"),
-        (Written, "the latent is changed between its expansion and the attention"),
+        (Written, "the latent is written to in front of the attention"),
+        (InPlace, "what was expanded is written to in front of the attention"),
+        (ValueInPlace, "what was expanded is written to in front of the attention"),
+        (KeyInPlace, "the key is used elsewhere, too (mul_)"),
         (Grouped, "it shares key heads (enable_gqa)"),
         (OneSided, "key and value are cut at different tokens"),
         (TensorScale, "its scale is no constant"),
