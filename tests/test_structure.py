@@ -39,7 +39,7 @@ LAYERS = (
     ("attention", "paged", "workspace"),
     ADAPTERS,  # of which none imports another
     ("__init__",),
-    ("accuracy", "bench", "cli", "demo", "kernels_command", "testing"),
+    ("accuracy", "bench", "cli", "commands", "demo", "kernels_command", "testing"),
 )
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # These see less than the layers below them.
