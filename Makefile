@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export PYTHONSAFEPATH := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu check types bench clean
+.PHONY: help install demo test test-all test-gpu check types bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ types: install ## check the types (mypy --strict)
 
 bench: install ## measure speed and memory on this machine
 	$(VENV)/bin/mla-ops bench
+
+docs: install ## build the documentation site into build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 clean: ## remove everything that the other targets made
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,12 +1,14 @@
-"""Every example runs: README, documentation pages, and docstrings."""
+"""Every example runs: README, documentation pages, and docstrings; and the pages are complete."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import pathlib
 import pkgutil
 import re
+import types
 from typing import Any
 
 import families
@@ -14,12 +16,13 @@ import pytest
 import torch
 
 import mla_ops
-from mla_ops import dispatch
+from mla_ops import dispatch, env, errors
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
+GENERATED = re.compile(r"^<!-- generated: (.*) -->$", re.MULTILINE)
 SKIPPED = ("mla_ops.demo", "mla_ops.cli")
 
 
@@ -43,7 +46,7 @@ def backends_restored():
 
 
 @pytest.mark.usefixtures("backends_restored")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_examples_of_a_page_run(page: pathlib.Path) -> None:
     text = page.read_text("utf-8")
     names: dict[str, Any] = {
@@ -57,7 +60,7 @@ def test_examples_of_a_page_run(page: pathlib.Path) -> None:
     assert BLOCK.search(text) or page.name != "README.md"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_somewhere(page: pathlib.Path) -> None:
     for target in LINK.findall(page.read_text("utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -82,3 +85,48 @@ def test_readme_reaches_code_and_commands_on_its_first_screen() -> None:
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     assert next(i for i, line in enumerate(lines) if line == "```python") < 25
     assert next(i for i, line in enumerate(lines) if line.startswith("make test")) < 40
+
+
+@pytest.fixture(scope="module")
+def hooks() -> types.ModuleType:
+    """What the documentation site adds to the pages; a file outside of every package."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_generated_part_is_in_one_page(hooks: types.ModuleType) -> None:
+    used = [name for page in PAGES for name in GENERATED.findall(page.read_text("utf-8"))]
+    assert sorted(used) == sorted(hooks.GENERATORS)
+
+
+def test_generated_parts_say_what_the_code_says(hooks: types.ModuleType) -> None:
+    shown = hooks.on_page_markdown("# Title\n\n<!-- generated: environment -->\n\nMore.")
+    assert shown.startswith("# Title\n\n| variable |")
+    assert all(f"| `{v.name}` |" in shown and v.meaning in shown for v in env.VARIABLES)
+    shown = hooks.on_page_markdown("<!-- generated: errors -->")
+    assert all(f"\n::: mla_ops.errors.{name}\n" in shown + "\n" for name in errors.__all__)
+    shown = hooks.on_page_markdown("<!-- generated: backends -->")
+    assert all(f"| `{op}` |" in shown for op in dispatch.OPS)
+    assert all(f"`{name}`" in shown for name in mla_ops.available_backends())
+
+
+def test_generated_tables_escape_bars(hooks: types.ModuleType) -> None:
+    assert hooks.table(["a"], [["x | y"]]) == "| a |\n| --- |\n| x \\| y |"
+
+
+@pytest.mark.parametrize("module", ["mla_ops", "mla_ops.hf", "mla_ops.passes", "mla_ops.testing"])
+def test_every_public_name_is_in_the_reference(module: str) -> None:
+    pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    named = set(re.findall(r"^::: (?:\w+\.)*(\w+)$", pages, re.MULTILINE))
+    assert set(importlib.import_module(module).__all__) - named - set(errors.__all__) == set()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    config = (ROOT / "mkdocs.yml").read_text("utf-8")
+    named = re.findall(r"^ +- .*: ([\w/-]+\.md)$", config, re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]]
+    assert sorted(named) == sorted(pages)
