@@ -116,21 +116,40 @@ def test_a_row_hidden_by_the_smallest_number_is_the_mean(queries: int) -> None:
     torch.testing.assert_close(out[:, :, 0], mean)
 
 
-def test_errors_are_no_larger_than_those_of_the_tiled_backend() -> None:
-    """In fp32, the largest over several draws, relative to fp64."""
-    errors = {"triton": [0.0, 0.0], "tiled": [0.0, 0.0]}
-    for dims, sizes in ((MLADims(4, 64, 32, 16, 32), (2, 1, 150)), (DIMS["odd"], (2, 40, 70))):
-        for seed in range(4):
-            inputs = attention_inputs(dims, sizes, is_causal=True, seed=seed)
-            options = {k: v for k, v in inputs.options.items() if k != "workspace_tokens"}
-            exact = reference.mla_attention(*inputs.to(torch.float64)[:4], **options)
-            for name, largest in errors.items():
-                with mla_ops.use_backend(name):
-                    results = mla_ops.mla_attention(*inputs[:4], **inputs.options)
-                for i, (ours, right) in enumerate(zip(results, exact, strict=True)):
-                    largest[i] = max(largest[i], float((ours.double() - right).abs().max()))
-    assert errors["triton"][0] <= max(1.25 * errors["tiled"][0], 5e-7)
-    assert errors["triton"][1] <= max(1.25 * errors["tiled"][1], 1e-6)
+ERRORS = {
+    "decode": ((4, 64, 32, 16, 32), (2, 1, 150), {}),
+    "decode-mask": ((4, 64, 32, 16, 32), (2, 1, 150), {"mask": "float:1t"}),
+    "extend": ((3, 40, 16, 8, 12), (2, 6, 100), {"is_causal": True, "sinks": True}),
+    "prefill": ((3, 40, 16, 8, 12), (2, 40, 70), {"is_causal": True}),
+    "prefill-chunks": ((2, 64, 32, 16, 32), (1, 48, 150), {"workspace_tokens": 40}),
+    "prefill-mask": ((3, 40, 16, 8, 12), (2, 40, 70), {"mask": "float:st"}),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_no_larger_than_those_of_the_tiled_backend(name: str) -> None:
+    """In fp32, the root of the mean square over several draws, next to fp64.
+
+    Largest errors say more about the order of sums in a library's products than about a kernel; so
+    does the limit of the chunks, whose error falls by a quarter when products are exact.
+    """
+    dims, sizes, options = ERRORS[name]
+    limit = 1.1 if name == "prefill-chunks" else 1.0
+    squares = {"triton": torch.zeros(2), "tiled": torch.zeros(2)}
+    for seed in range(4):
+        inputs = attention_inputs(MLADims(*dims), sizes, seed=seed, **options)
+        exact_options = dict(inputs.to(torch.float64).options)
+        del exact_options["workspace_tokens"]
+        exact = reference.mla_attention(*inputs.to(torch.float64)[:4], **exact_options)
+        for backend, sums in squares.items():
+            with mla_ops.use_backend(backend):
+                results = mla_ops.mla_attention(*inputs[:4], **inputs.options)
+            for i, (ours, right) in enumerate(zip(results, exact, strict=True)):
+                difference = torch.where(right.isfinite(), ours.double() - right, 0.0)
+                sums[i] += difference.square().mean()
+    out, lse = (squares["triton"] / squares["tiled"]).sqrt().tolist()
+    assert out <= limit
+    assert lse <= 0.95
 
 
 @pytest.mark.parametrize(
@@ -144,6 +163,15 @@ def test_compiled_without_a_graph_break(name: str, backend: str) -> None:
         compiled = function(*inputs[:4], **inputs.options)
         eager = mla_ops.mla_attention(*inputs[:4], **inputs.options)
     torch.testing.assert_close(tuple(compiled), tuple(eager), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("queries", [2, 40])
+def test_a_visible_key_that_is_not_a_number_shows(queries: int) -> None:
+    inputs = attention_inputs(DIMS["odd"], (1, queries, 41), is_causal=True)
+    inputs.kv_c[:, -1] = float("nan")
+    out, lse = mla_ops.mla_attention(*inputs[:4], **inputs.options)
+    assert out[:, :, -1].isnan().all()
+    assert lse[:, :, -1].isnan().all()
 
 
 def test_opcheck() -> None:

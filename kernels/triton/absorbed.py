@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -106,6 +107,15 @@ class Rules(NamedTuple):
             return int(NO_MASK)
         return int(BOOL_MASK if self.mask.dtype == torch.uint8 else ADDITIVE_MASK)
 
+    @property
+    def scale(self) -> float:
+        """The factor in the kernels, whose exponents are binary unless a mask is added to them.
+
+        The product is rounded once, when it becomes fp32 on the way into the kernel.
+        """
+        natural = self.mask_kind == ADDITIVE_MASK.value
+        return self.softmax_scale * (1.0 if natural else math.log2(math.e))
+
     def mask_strides(self) -> tuple[int, ...]:
         """Return the strides of the mask, 0 along broadcast dimensions."""
         if self.mask is None:
@@ -164,7 +174,7 @@ def _launch_absorbed(
         like if rules.mask is None else rules.mask,
         like if rules.bounds is None else rules.bounds,
         like if rules.sinks is None else rules.sinks,
-        rules.softmax_scale,
+        rules.scale,
         tokens,
         queries.most,
         keys.latent.shape[1] if keys.kind == DENSE.value else 0,

@@ -17,7 +17,6 @@ import triton.language as tl
 
 from mla_ops.kernels.triton.primitives import (
     ADDITIVE_MASK,
-    LOG2E,
     NO_MASK,
     dot,
     finish,
@@ -218,7 +217,7 @@ def mla_absorbed_kernel(
     mask_ptr,
     bounds_ptr,
     sinks_ptr,
-    softmax_scale,
+    scale,
     num_tokens,
     num_queries,
     num_keys,
@@ -284,7 +283,6 @@ def mla_absorbed_kernel(
         q_at = request.to(tl.int64) * stride_qr_b + head * stride_qr_h
         q_at += (query + (token0 if RAGGED else 0)).to(tl.int64) * stride_qr_t
         q_rope = load_tile(q_rope_ptr, q_at, offs_r, row_ok, R, BLOCK_R, True)
-    scale = softmax_scale * (1.0 if NATURAL else LOG2E)
     kv_scale = 1.0
     if FP8:
         kv_scale = tl.load(kv_scale_ptr).to(tl.float32)

@@ -21,7 +21,6 @@ from mla_ops.kernels.triton.configs import Config, arch_of, expanded_configs, pa
 from mla_ops.kernels.triton.launch import cdiv, launch
 from mla_ops.kernels.triton.primitives import (
     ADDITIVE_MASK,
-    LOG2E,
     NO_MASK,
     dot,
     find_block,
@@ -116,7 +115,7 @@ def mla_expanded_kernel(
     mask_ptr,
     bounds_ptr,
     sinks_ptr,
-    softmax_scale,
+    scale,
     num_tokens,
     num_requests,
     num_queries,
@@ -204,7 +203,6 @@ def mla_expanded_kernel(
         q = load_tile(q_ptr, at, tl.arange(0, BLOCK_P), row_ok, P, BLOCK_P, True)
     if R > 0:
         q_rope = load_tile(q_ptr + P, at, tl.arange(0, BLOCK_R), row_ok, R, BLOCK_R, True)
-    scale = softmax_scale * (1.0 if NATURAL else LOG2E)
     k_ptr += batch * stride_k_b + head * stride_k_h
     rope_ptr += batch * stride_rope_b
     v_ptr += batch * stride_v_b + head * stride_v_h
@@ -380,7 +378,7 @@ def _launch_expanded(
         query if rules.mask is None else rules.mask,
         query if rules.bounds is None else rules.bounds,
         query if rules.sinks is None else rules.sinks,
-        rules.softmax_scale,
+        rules.scale,
         tokens,
         requests,
         most,

@@ -25,6 +25,8 @@ __all__ = [
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LN2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits
+LN2_LOW = tl.constexpr(1.4286068203094173e-06)
 NO_MASK = tl.constexpr(0)
 BOOL_MASK = tl.constexpr(1)
 ADDITIVE_MASK = tl.constexpr(2)
@@ -116,8 +118,12 @@ def visibility(visible, pointers, stop_ok, MASK: tl.constexpr):
 
 @triton.jit
 def online_softmax(scores, top, total, NATURAL: tl.constexpr):
-    """Return weights `[M, N]`, the factor for earlier results, and the new maximum and sum."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    """Return weights `[M, N]`, the factor for earlier results, and the new top and sum.
+
+    The top is the largest score rounded up to a whole number: weights stay at or below 1, factors
+    of binary exponents are powers of two, which round nothing, and so does the lse's largest part.
+    """
+    new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1)))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     if NATURAL:
         weights = tl.exp2((scores - base[:, None]) * LOG2E)
@@ -129,12 +135,31 @@ def online_softmax(scores, top, total, NATURAL: tl.constexpr):
 
 
 @triton.jit
+def _log_sum(top, total, NATURAL: tl.constexpr):
+    """Return the natural logarithm of `total` times the power `top`, with one rounding.
+
+    The exponent of `total` joins the whole number `top`; with few bits of ln 2 their product is
+    exact, and what is left is small.
+    """
+    bits = total.to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    rest = tl.log(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
+    if NATURAL:
+        high = top + exponent * LN2_HIGH
+    else:
+        exponent += top
+        high = exponent * LN2_HIGH
+    lse = high + (exponent * LN2_LOW + rest)
+    return tl.where(total < float("inf"), lse, total)  # NaN stays NaN
+
+
+@triton.jit
 def finish(acc, top, total, sink, SINKS: tl.constexpr, NATURAL: tl.constexpr):
     """Return the normalised result and its natural lse: 0 and -inf for a row without keys."""
     unit = LOG2E if NATURAL else 1.0
     if SINKS:
         sink = sink * (1.0 if NATURAL else LOG2E)
-        new_top = tl.maximum(top, sink)
+        new_top = tl.maximum(top, tl.ceil(sink))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         factor = tl.exp2((top - base) * unit)
         total = total * factor + tl.exp2((sink - base) * unit)
@@ -142,8 +167,8 @@ def finish(acc, top, total, sink, SINKS: tl.constexpr, NATURAL: tl.constexpr):
         top = new_top
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
-    lse = (top if NATURAL else top * LN2) + tl.log(safe)
-    return acc / safe[:, None], tl.where(empty, float("-inf"), lse)
+    lse = tl.where(empty, float("-inf"), _log_sum(top, safe, NATURAL))
+    return acc / safe[:, None], lse
 
 
 @triton.jit
