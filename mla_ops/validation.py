@@ -126,6 +126,7 @@ def check_mla_attention(
     kv_bounds: Tensor | None,
     sinks: Tensor | None,
     softmax_scale: float,
+    is_causal: bool,
     workspace_tokens: int | None,
 ) -> int:
     """Check the arguments of `mla_attention` and return the width of the values that they imply.
@@ -139,6 +140,7 @@ def check_mla_attention(
         kv_bounds: `[B, 2]` int32.
         sinks: `[H]`, floating point.
         softmax_scale: finite.
+        is_causal: any.
         workspace_tokens: at least 1.
 
     Returns:
@@ -147,6 +149,7 @@ def check_mla_attention(
     Raises:
         InvalidInputError: any of these does not hold.
     """
+    del is_causal
     check_rank("query", query, "[B, H, S, P+R]")
     check_rank("kv_c", kv_c, "[B, T, L]")
     check_rank("k_pe", k_pe, "[B, T, R]")

@@ -245,9 +245,8 @@ def check_paged(
     seq_lens: Tensor,
     kv_scale: Tensor | None,
     softmax_scale: float,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    workspace_tokens: int = 1,
+    cu_seqlens_q: Tensor | None,
+    workspace_tokens: int,
 ) -> int:
     """Check the arguments of the ops over a paged cache.
 

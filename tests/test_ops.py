@@ -15,7 +15,9 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_ops
-from mla_ops import reference
+from mla_ops import reference, validation
+from mla_ops.ops import library
+from mla_ops.ops.library import admission
 from mla_ops.testing import DIMS, AttentionInputs, attention_inputs
 from mla_ops.validation import FLOAT_DTYPES
 
@@ -349,3 +351,72 @@ def test_a_tensor_that_is_trained_twice() -> None:
     once = require_grad(inputs)
     run_public(*op_args(once))[0].sum().backward()
     torch.testing.assert_close(leaves.w_kv_b.grad, 2 * once.w_kv_b.grad)
+
+
+def test_a_kind_of_call_is_checked_once() -> None:
+    """Shapes, dtypes, devices and scalars make a kind; what is refused is refused every time."""
+    checked = []
+
+    def check(query: Tensor, mask: Tensor | None, scale: float) -> None:
+        checked.append((tuple(query.shape), query.dtype, query.device.type, mask, scale))
+        if scale > 1:
+            raise mla_ops.InvalidInputError("too large")
+
+    admit = admission("mla_attention", check)
+    query = torch.zeros(2, 3)
+    kinds = [
+        (query, None, 0.5),
+        (query.view(3, 2), None, 0.5),
+        (query[None], None, 0.5),
+        (query.double(), None, 0.5),
+        (query.to("meta"), None, 0.5),
+        (query, query, 0.5),
+        (query, None, 0.25),
+    ]
+    for count, kind in enumerate(kinds, 1):
+        for _ in range(3):
+            again = tuple(torch.ones_like(a) if isinstance(a, Tensor) else a for a in kind)
+            assert admit(*again).name == "tiled"
+            assert len(checked) == count
+    for _ in range(2):
+        with pytest.raises(mla_ops.InvalidInputError, match="too large"):
+            admit(query, None, 2.0)
+    assert len(checked) == len(kinds) + 2
+
+
+def test_the_backend_of_a_known_kind_is_chosen_anew() -> None:
+    admit = admission("mla_attention", lambda *args: None)
+    names = []
+    for backend in ("reference", "auto", "reference"):
+        with mla_ops.use_backend(backend):
+            names.append(admit(torch.zeros(1)).name)
+    assert names == ["reference", "tiled", "reference"]
+    with pytest.raises(mla_ops.UnsupportedInputError, match="mla_attention of int8 on cpu"):
+        admit(torch.zeros(1, dtype=torch.int8))
+
+
+def test_the_backend_is_chosen_by_the_argument_that_is_computed_with() -> None:
+    admit = admission("mla_attention", lambda *args: None, like=1)
+    args = (torch.zeros(1), torch.zeros(1, dtype=torch.int8))
+    with pytest.raises(mla_ops.UnsupportedInputError, match="mla_attention of int8 on cpu"):
+        admit(*args)
+    assert admit(*reversed(args)).name == "tiled"
+
+
+def test_kinds_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_MOST_KINDS", 3)
+    sizes = []
+    admit = admission("mla_attention", lambda query: sizes.append(len(query)))
+    for size in (0, 1, 2, 0, 1, 2, 3, 3, 0):
+        admit(torch.zeros(size))
+    assert sizes == [0, 1, 2, 3, 0]  # the fourth kind made room
+
+
+@either_entry
+def test_a_call_that_was_checked_is_not_checked_again(
+    entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = attention_inputs(DIMS["odd"], (2, 3, 7), bounds=True)
+    expected = entry(*op_args(inputs))
+    monkeypatch.setattr(validation, "check_rank", lambda *args: pytest.fail("checked again"))
+    torch.testing.assert_close(entry(*op_args(inputs)), expected, rtol=0, atol=0)

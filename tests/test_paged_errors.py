@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 import mla_ops
-from mla_ops import InvalidInputError, UnsupportedInputError, build_metadata, dispatch
+from mla_ops import (
+    InvalidInputError,
+    UnsupportedInputError,
+    build_metadata,
+    dispatch,
+    validation_paged,
+)
 
 HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 3, 20, 10, 6, 14, 4
 WIDTH = RANK + ROPE
@@ -90,6 +96,13 @@ def call(function, changes, fake=False):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_arguments_fit_as_they_are(function, fake):
     call(function, {}, fake)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_call_that_was_checked_is_not_checked_again(function, monkeypatch):
+    call(function, {})
+    monkeypatch.setattr(validation_paged, "check_rank", lambda *args: pytest.fail("checked again"))
+    call(function, {})
 
 
 SCALE = {"softmax_scale": float("nan")}, "softmax_scale must be a finite float, got nan"

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_ops.dims import stat_dtype
-from mla_ops.dispatch import AttentionOptions, Call, select
+from mla_ops.dispatch import AttentionOptions
 from mla_ops.errors import InvalidInputError, UnsupportedInputError
-from mla_ops.ops.library import LIB, needs_autograd
+from mla_ops.ops.library import LIB, admission, needs_autograd
 from mla_ops.validation import check_mla_attention
 
 __all__ = ["mla_attention"]
@@ -36,53 +36,35 @@ LIB.define(
 _forward_op = torch.ops.mla_ops.mla_attention.default
 _backward_op = torch.ops.mla_ops.mla_attention_backward.default
 
-_Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def _split(args: tuple[Any, ...]) -> tuple[_Tensors, AttentionOptions, int]:
-    """Check the arguments of a call and part them into tensors, options and width of the values."""
-    tensors, options = args[:4], AttentionOptions(*args[4:])
-    query, kv_c, k_pe, w_kv_b = tensors
-    width = check_mla_attention(
-        query,
-        kv_c,
-        k_pe,
-        w_kv_b,
-        options.attn_mask,
-        options.kv_bounds,
-        options.sinks,
-        options.softmax_scale,
-        options.workspace_tokens,
-    )
-    return cast(_Tensors, tensors), options, width
+_admit = admission("mla_attention", check_mla_attention)
+_admit_backward = admission("mla_attention_backward", check_mla_attention)
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, options, _ = _split(args)
-    query = tensors[0]
-    backend = select(Call("mla_attention", query.device.type, query.dtype))
-    return backend.mla_attention(*tensors, options)
+    query, kv_c, k_pe, w_kv_b, *options = args
+    backend = _admit(*args)
+    return backend.mla_attention(query, kv_c, k_pe, w_kv_b, AttentionOptions(*options))
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    (query, *_), _, width = _split(args)
-    batch, heads, num_queries, _ = query.shape
-    out = query.new_empty((batch, heads, num_queries, width))
-    lse = query.new_empty((batch, heads, num_queries), dtype=stat_dtype(query.dtype))
-    return out, lse
+    width = check_mla_attention(*args)
+    query = args[0]
+    out = query.new_empty((*query.shape[:3], width))
+    return out, query.new_empty(query.shape[:3], dtype=stat_dtype(query.dtype))
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    tensors, options, _ = _split((*args[:4], *args[6:]))
-    query = tensors[0]
-    backend = select(Call("mla_attention_backward", query.device.type, query.dtype))
-    out, lse = args[4:6]
-    return backend.mla_attention_backward(grad_out, grad_lse, *tensors, out, lse, options)
+    query, kv_c, k_pe, w_kv_b, out, lse, *options = args
+    backend = _admit_backward(query, kv_c, k_pe, w_kv_b, *options)
+    return backend.mla_attention_backward(
+        grad_out, grad_lse, query, kv_c, k_pe, w_kv_b, out, lse, AttentionOptions(*options)
+    )
 
 
 def _backward_fake(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    tensors, options, _ = _split((*args[:4], *args[6:]))
-    sinks = options.sinks
+    tensors, options = args[:4], args[6:]
+    check_mla_attention(*tensors, *options)
+    sinks = options[2]
     last = tensors[0].new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return (*(t.new_empty(t.shape) for t in tensors), last)
 
@@ -216,8 +198,11 @@ def _autocast(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*cast, *args[4:])
 
 
-def _autocasts(device: str) -> bool:
+def _autocasts(query: Tensor) -> bool:
     """Whether autocast is on; some device types, meta among them, do not know it."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    device = query.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
@@ -265,9 +250,9 @@ def mla_attention(*args: Any) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         out, lse = _forward_op(*args)
         return out, lse
-    if _autocasts(args[0].device.type):
+    if _autocasts(args[0]):
         args = _autocast(args)
-    if needs_autograd((*args[:5], args[6])):
+    if needs_autograd(args):
         out, lse = _Attention.apply(*args)  # type: ignore[no-untyped-call]
         return out, lse
     with torch._C._AutoDispatchBelowAutograd():

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import stat_dtype
-from mla_ops.dispatch import Backend, Call, PagedBatch, select
+from mla_ops.dispatch import PagedBatch
 from mla_ops.errors import UnsupportedInputError
-from mla_ops.ops.library import LIB, needs_autograd
+from mla_ops.ops.library import LIB, admission, needs_autograd
 from mla_ops.validation_paged import (
     check_gather,
     check_merge,
@@ -69,39 +69,31 @@ LIB.define(
 )
 
 
-def _backend(op: str, like: Tensor) -> Backend:
-    return select(Call(op, like.device.type, like.dtype))
-
-
 def _results(query: Tensor, value_width: int) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = query.shape
     lse = query.new_empty((heads, tokens), dtype=stat_dtype(query.dtype))
     return query.new_empty((tokens, heads, value_width)), lse
 
 
-def _update(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
-) -> None:
-    check_update(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
-    backend = _backend("update_kv_cache", kv_c)
-    backend.update_kv_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_scale)
+_admit_update = admission("update_kv_cache", check_update)
+_admit_gather = admission("gather_kv_cache", check_gather, like=4)
+_admit_prefill = admission("mla_prefill", check_prefill)
+_admit_merge = admission("merge_attn_states", check_merge)
+_admit_decode = admission("mla_decode", check_paged)
+_admit_chunked = admission("mla_chunked_prefill", check_paged)
+_admit_paged = admission("mla_paged_attention", check_paged)
+
+
+def _update(*args: Any) -> None:
+    _admit_update(*args).update_kv_cache(*args)
 
 
 def _update_fake(*args: Any) -> None:
     check_update(*args)
 
 
-def _gather(
-    kv_cache: Tensor,
-    block_table: Tensor,
-    cu_seqlens_k: Tensor,
-    seq_starts: Tensor,
-    workspace: Tensor,
-    kv_scale: Tensor | None,
-) -> None:
-    check_gather(kv_cache, block_table, cu_seqlens_k, seq_starts, workspace, kv_scale)
-    backend = _backend("gather_kv_cache", workspace)
-    backend.gather_kv_cache(kv_cache, block_table, cu_seqlens_k, seq_starts, workspace, kv_scale)
+def _gather(*args: Any) -> None:
+    _admit_gather(*args).gather_kv_cache(*args)
 
 
 def _gather_fake(*args: Any) -> None:
@@ -109,8 +101,7 @@ def _gather_fake(*args: Any) -> None:
 
 
 def _prefill(*args: Any) -> tuple[Tensor, Tensor]:
-    check_prefill(*args)
-    return _backend("mla_prefill", args[0]).mla_prefill(*args)
+    return _admit_prefill(*args).mla_prefill(*args)
 
 
 def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -118,11 +109,11 @@ def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return _results(args[0], args[3].shape[2])
 
 
-def _merge(*args: Tensor) -> tuple[Tensor, Tensor]:
-    check_merge(*args)
-    prefix_out, prefix_lse, suffix_out, suffix_lse = args
-    out = prefix_out.new_empty(prefix_out.shape)
-    backend = _backend("merge_attn_states", prefix_out)
+def _merge(
+    prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    backend = _admit_merge(prefix_out, prefix_lse, suffix_out, suffix_lse)
+    out = torch.empty_like(prefix_out, memory_format=torch.contiguous_format)
     return out, backend.merge_attn_states(prefix_out, prefix_lse, suffix_out, suffix_lse, out)
 
 
@@ -132,8 +123,7 @@ def _merge_fake(*args: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_out(*args: Tensor) -> Tensor:
-    check_merge(*args)
-    return _backend("merge_attn_states", args[0]).merge_attn_states(*args)
+    return _admit_merge(*args).merge_attn_states(*args)
 
 
 def _merge_out_fake(*args: Tensor) -> Tensor:
@@ -141,79 +131,54 @@ def _merge_out_fake(*args: Tensor) -> Tensor:
     return args[1].new_empty(args[1].shape)
 
 
-def _decode(
-    query: Tensor,
-    w_kv_b: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    kv_scale: Tensor | None,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
-    check_paged(query, None, None, w_kv_b, kv_cache, block_table, seq_lens, kv_scale, softmax_scale)
-    requests = seq_lens.shape[0]
-    length = query.shape[0] // requests if requests else 0
-    starts = torch.arange(requests + 1, dtype=torch.int32, device=query.device) * length
+def _decode_order(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Put the arguments of `mla_decode` in the order of `check_paged`."""
+    return (args[0], None, None, *args[1:], None, 1)
+
+
+def _decode(*args: Any) -> tuple[Tensor, Tensor]:
+    backend = _admit_decode(*_decode_order(args))
+    query, w_kv_b, kv_cache, block_table, seq_lens, kv_scale, softmax_scale = args
+    tokens, requests = query.shape[0], seq_lens.shape[0]
+    options = {"dtype": torch.int32, "device": query.device}
+    if tokens:
+        starts = torch.arange(0, tokens + 1, tokens // requests, **options)
+    else:
+        starts = torch.zeros(requests + 1, **options)
     batch = PagedBatch(kv_cache, block_table, seq_lens, starts, None, kv_scale, softmax_scale, None)
-    return _backend("mla_decode", query).mla_decode(query, w_kv_b, batch)
+    return backend.mla_decode(query, w_kv_b, batch)
 
 
-def _decode_fake(
-    query: Tensor,
-    w_kv_b: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    kv_scale: Tensor | None,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
-    width = check_paged(
-        query, None, None, w_kv_b, kv_cache, block_table, seq_lens, kv_scale, softmax_scale
+def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    return _results(args[0], check_paged(*_decode_order(args)))
+
+
+def _ragged_order(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Put the arguments of the two ops over new tokens in the order of `check_paged`."""
+    return (*args[:8], args[-1], args[8], args[13])
+
+
+def _paged_batch(args: tuple[Any, ...]) -> PagedBatch:
+    kv_cache, block_table, seq_lens, kv_scale, cu_seqlens_q, host = args[4:10]
+    return PagedBatch(
+        kv_cache, block_table, seq_lens, cu_seqlens_q, host, kv_scale, args[-1], args[13]
     )
-    return _results(query, width)
-
-
-_New = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def _check_ragged(args: tuple[Any, ...]) -> tuple[_New, PagedBatch, int]:
-    """Check the arguments of the two ops over new tokens and part them."""
-    query, kv_c, k_pe, w_kv_b, kv_cache, block_table, seq_lens, kv_scale = args[:8]
-    cu_seqlens_q, host, workspace_tokens, scale = args[8], args[9], args[13], args[-1]
-    width = check_paged(
-        query,
-        kv_c,
-        k_pe,
-        w_kv_b,
-        kv_cache,
-        block_table,
-        seq_lens,
-        kv_scale,
-        scale,
-        cu_seqlens_q=cu_seqlens_q,
-        workspace_tokens=workspace_tokens,
-    )
-    batch = PagedBatch(
-        kv_cache, block_table, seq_lens, cu_seqlens_q, host, kv_scale, scale, workspace_tokens
-    )
-    return (query, kv_c, k_pe, w_kv_b), batch, width
 
 
 def _chunked(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, batch, _ = _check_ragged(args)
-    backend = _backend("mla_chunked_prefill", tensors[0])
-    return backend.mla_chunked_prefill(*tensors, batch)
+    query, kv_c, k_pe, w_kv_b = args[:4]
+    backend = _admit_chunked(*_ragged_order(args))
+    return backend.mla_chunked_prefill(query, kv_c, k_pe, w_kv_b, _paged_batch(args))
 
 
 def _paged(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, batch, _ = _check_ragged(args)
-    backend = _backend("mla_paged_attention", tensors[0])
-    return backend.mla_paged_attention(*tensors, batch, args[14])
+    query, kv_c, k_pe, w_kv_b = args[:4]
+    backend = _admit_paged(*_ragged_order(args))
+    return backend.mla_paged_attention(query, kv_c, k_pe, w_kv_b, _paged_batch(args), args[14])
 
 
 def _ragged_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    tensors, _, width = _check_ragged(args)
-    return _results(tensors[0], width)
+    return _results(args[0], check_paged(*_ragged_order(args)))
 
 
 def _refuse_gradient(name: str) -> Callable[..., Any]:
@@ -258,7 +223,7 @@ def _caller(name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             return op(*args)
-        if not detached and needs_autograd(a for a in args if isinstance(a, Tensor)):
+        if not detached and needs_autograd(args):
             if name in _MUTATING:
                 raise _no_gradient(name)
             return op(*args)
