@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from torch import Tensor
 from mla_ops.chunking import plan_chunks
 from mla_ops.errors import InvalidInputError
 
-__all__ = ["BatchOrder", "MLAMetadata", "build_metadata", "reorder_batch"]
+__all__ = ["BatchOrder", "MLAMetadata", "PrefillBatch", "build_metadata", "reorder_batch"]
 
 _INT32_MAX = 2**31 - 1
 _Ints = npt.NDArray[np.int64]
@@ -37,6 +38,22 @@ class BatchOrder:
 
     permutation: tuple[int, ...]
     inverse: tuple[int, ...]
+
+
+class PrefillBatch(NamedTuple):
+    """The prefills of a batch on their own, their tokens counted from 0.
+
+    Attributes:
+        block_table: `[num_prefills, max_blocks]` int32 on the device, a view of the batch's.
+        seq_lens: `[num_prefills]` int32 on the device, a view of the batch's.
+        cu_seqlens_q: `[num_prefills + 1]` int32 on the device.
+        host: `[2, num_prefills + 1]` int32 on the host: query starts, then lengths and a zero.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    host: Tensor
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,7 @@ class MLAMetadata:
         chunk_starts: `[num_chunks, num_prefills]` int32 on the device: first context row.
         chunk_cu_seqlens: `[num_chunks, num_prefills + 1]` int32 on the device: rows in the
             workspace.
+        prefills: what `mla_chunked_prefill` takes of the batch.
     """
 
     num_reqs: int
@@ -79,6 +97,7 @@ class MLAMetadata:
     slot_mapping: Tensor
     chunk_starts: Tensor
     chunk_cu_seqlens: Tensor
+    prefills: PrefillBatch
 
     @property
     def num_prefills(self) -> int:
@@ -123,6 +142,8 @@ class MLAMetadata:
                 )
         for name in tensors:
             getattr(self, name).copy_(getattr(other, name))
+        for mine, theirs in zip(self.prefills, other.prefills, strict=True):
+            mine.copy_(theirs)
 
 
 def reorder_batch(
@@ -257,19 +278,24 @@ def _assemble(
     cu = np.concatenate([[0], np.cumsum(lens)])
     request = np.repeat(np.arange(len(lens)), lens)
     position = np.arange(int(cu[-1])) - cu[request] + context[request]
-    parts = [cu, seqs, request, position, plan.starts, plan.cu_seqlens]
+    first = cu[decodes:] - cu[decodes]
+    parts = [cu, seqs, request, position, plan.starts, plan.cu_seqlens, first]
     on_host = table.device.type == "cpu"
     if on_host:
         parts.append(table.numpy())
     flat = torch.from_numpy(np.concatenate([p.reshape(-1) for p in parts]).astype(np.int32))
     pieces = iter(flat.to(device).split([p.size for p in parts]))
-    cu_d, seqs_d, request_d, position_d, starts_d, chunk_cu_d = (next(pieces) for _ in range(6))
+    cu_d, seqs_d, request_d, position_d, starts_d, chunk_cu_d, first_d = (
+        next(pieces) for _ in range(7)
+    )
     table = next(pieces).view(table.shape) if on_host else table.to(device, copy=True)
 
     position_d, request_d = position_d.long(), request_d.long()
     slots = table[request_d, position_d // block_size].long() * block_size
     slots = slots + position_d % block_size
-    host = torch.from_numpy(np.stack([cu, np.append(seqs, 0)]).astype(np.int32))
+    lengths = np.append(seqs, 0)
+    host = torch.from_numpy(np.stack([cu, lengths]).astype(np.int32))
+    prefill_host = torch.from_numpy(np.stack([first, lengths[decodes:]]).astype(np.int32))
     return MLAMetadata(
         num_reqs=len(lens),
         num_tokens=int(cu[-1]) + padding,
@@ -287,6 +313,7 @@ def _assemble(
         slot_mapping=torch.nn.functional.pad(slots, (0, padding), value=-1),
         chunk_starts=starts_d.view(plan.starts.shape),
         chunk_cu_seqlens=chunk_cu_d.view(plan.cu_seqlens.shape),
+        prefills=PrefillBatch(table[decodes:], seqs_d[decodes:], first_d, prefill_host),
     )
 
 

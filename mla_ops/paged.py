@@ -140,8 +140,7 @@ def mla_chunked_prefill(
         >>> tuple(out.shape)
         (5, 4, 12)
     """
-    first = metadata.num_decodes
-    host = metadata.host[:, first:] - metadata.host.new_tensor([[metadata.num_decode_tokens], [0]])
+    block_table, seq_lens, cu_seqlens_q, host = metadata.prefills
     return MLAOutput(
         *ops.mla_chunked_prefill(
             query,
@@ -149,10 +148,10 @@ def mla_chunked_prefill(
             k_pe,
             w_kv_b,
             kv_cache,
-            metadata.block_table[first:],
-            metadata.seq_lens[first:],
+            block_table,
+            seq_lens,
             kv_scale,
-            metadata.cu_seqlens_q[first:] - metadata.num_decode_tokens,
+            cu_seqlens_q,
             host,
             metadata.chunk_starts,
             metadata.chunk_cu_seqlens,

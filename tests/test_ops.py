@@ -420,3 +420,26 @@ def test_a_call_that_was_checked_is_not_checked_again(
     expected = entry(*op_args(inputs))
     monkeypatch.setattr(validation, "check_rank", lambda *args: pytest.fail("checked again"))
     torch.testing.assert_close(entry(*op_args(inputs)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("decodes", [0, 2])
+def test_the_prefills_of_a_batch_are_sliced_once(decodes: int) -> None:
+    """They follow an update in place, at the addresses that a graph was captured with."""
+
+    def build(lens: list[int], seqs: list[int], blocks: Tensor) -> mla_ops.MLAMetadata:
+        options = {"block_size": 4, "workspace_tokens": 32}
+        return mla_ops.build_metadata(lens, seqs, blocks.view(-1, 4), **options)
+
+    first = build([1] * decodes + [5, 2], [7] * decodes + [9, 2], torch.arange(8 + 4 * decodes))
+    other = build([1] * decodes + [3, 4], [9] * decodes + [5, 7], torch.arange(8 + 4 * decodes) + 1)
+    places = [t.data_ptr() for t in first.prefills]
+    for metadata in (first, other):
+        starts = metadata.cu_seqlens_q[decodes:] - decodes
+        assert metadata.prefills.block_table.equal(metadata.block_table[decodes:])
+        assert metadata.prefills.seq_lens.equal(metadata.seq_lens[decodes:])
+        assert metadata.prefills.cu_seqlens_q.equal(starts)
+        lengths = [*metadata.seq_lens[decodes:].tolist(), 0]
+        assert metadata.prefills.host.tolist() == [starts.tolist(), lengths]
+    first.update_(other)
+    assert places == [t.data_ptr() for t in first.prefills]
+    assert all(mine.equal(new) for mine, new in zip(first.prefills, other.prefills, strict=True))
