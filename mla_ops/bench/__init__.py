@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from mla_ops.bench.cases import CASES, QUICK, Case
-from mla_ops.bench.runner import Result, measure_case, measure_scratch
-from mla_ops.bench.timing import Limits, Timing, machine_limits, measure, peak_bytes
+from mla_ops.bench.cases import CPU_CASES, CUDA_CASES, QUICK, AttentionCase, CacheCase
+from mla_ops.bench.limits import Limits, machine_limits
+from mla_ops.bench.peers import Peer
+from mla_ops.bench.runner import Budget, LeftOut, Row, run_cases
+from mla_ops.bench.timing import Timing, clock_for, measure, peak_bytes
 
 __all__ = [
-    "CASES",
+    "CPU_CASES",
+    "CUDA_CASES",
     "QUICK",
-    "Case",
+    "AttentionCase",
+    "Budget",
+    "CacheCase",
+    "LeftOut",
     "Limits",
-    "Result",
+    "Peer",
+    "Row",
     "Timing",
+    "clock_for",
     "machine_limits",
     "measure",
-    "measure_case",
-    "measure_scratch",
     "peak_bytes",
+    "run_cases",
 ]

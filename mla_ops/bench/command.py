@@ -2,134 +2,236 @@
 
 from __future__ import annotations
 
-import json
-import platform
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import mla_ops
-from mla_ops.bench.cases import CASES, QUICK, Case
-from mla_ops.bench.paged import LAYOUTS, MIXED, PagedResult, measure_layouts, measure_mixed
-from mla_ops.bench.runner import Result, measure_case, measure_scratch
-from mla_ops.bench.timing import Limits, machine_limits
+from mla_ops.bench.cases import CPU_CASES, CUDA_CASES, DTYPES, QUICK, Case, choose
+from mla_ops.bench.compare import compare
+from mla_ops.bench.document import Document, this_machine
+from mla_ops.bench.extras import (
+    LAYOUTS,
+    MIXED,
+    SCRATCH,
+    measure_layouts,
+    measure_mixed,
+    measure_scratch,
+)
+from mla_ops.bench.limits import machine_limits
+from mla_ops.bench.peers import Peer
+from mla_ops.bench.plots import draw_figures
+from mla_ops.bench.runner import Budget, WrongResultError, absent, run_cases
+from mla_ops.bench.sides import sides
+from mla_ops.bench.tables import changes, grids, insert, markdown, notes
+from mla_ops.bench.timing import Clock, clock_for
+from mla_ops.dispatch import use_backend
+from mla_ops.errors import InvalidInputError
 
 __all__ = ["bench"]
 
-_SCRATCH_CONTEXTS = (4096, 32768)
-_SCRATCH_MODEL, _SCRATCH_NEW = "deepseek-v2-lite", 512
+_QUICK_SECONDS = 0.3
+_SECONDS = 1.0
+_FILE_WIDTH = 160  # of output that is no terminal, so that no table is folded
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What to measure, and where the figures go as they come in."""
+
+    clock: Clock
+    dtype: torch.dtype
+    cases: Sequence[Case]
+    peers: Sequence[Peer]
+    seconds: float
+    budget: Budget
+    extras: bool
+    paths: Sequence[Path]
+
+
+_Quick = Annotated[
+    bool, typer.Option("--quick", help="Four cases, under a minute on an idle machine.")
+]
+_Cases = Annotated[
+    list[str] | None,
+    typer.Option(help="Only cases of this name, * and ? allowed; repeatable. See --list."),
+]
+_Heads = Annotated[
+    list[int] | None, typer.Option(help="Only layers with so many heads; repeatable.")
+]
+_List = Annotated[bool, typer.Option("--list", help="Name the cases and stop.")]
+_DType = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
+_Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+_Backend = Annotated[str, typer.Option(help="Which of our backends; auto: as always.")]
+_Peers = Annotated[bool, typer.Option(help="Time other people's code too.")]
+_Library = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="File of vLLM's CPU ops, _C.abi3.so."),
+]
+_Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads, the same for all sides.")]
+_Seconds = Annotated[
+    float | None,
+    typer.Option(min=0.001, help=f"Time per case and side, {_SECONDS} unless --quick."),
+]
+_BudgetOption = Annotated[
+    float | None, typer.Option(min=0.0, help="Stop after so many seconds, keep what there is.")
+]
+_Json = Annotated[
+    Path | None, typer.Option("--json", help="Write all figures there, after each one.")
+]
+_Out = Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.csv and PNGs.")]
+_Old = Annotated[Path | None, typer.Option("--compare", help="JSON of an old run to compare with.")]
+_Force = Annotated[
+    bool, typer.Option("--force", help="Compare with another machine's run all the same.")
+]
+_Rendered = Annotated[
+    Path | None, typer.Option(help="Measure nothing; print this JSON as Markdown.")
+]
+_Into = Annotated[
+    Path | None, typer.Option(help="Page to put the Markdown into, between its marks.")
+]
 
 
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="Four cases, under a minute.")] = False,
-    stock: Annotated[bool, typer.Option(help="Time transformers' own code too.")] = True,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads, the same for both sides.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Time per case and side.")] = 1.0,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures there, as JSON.")
-    ] = None,
+    quick: _Quick = False,
+    case: _Cases = None,
+    heads: _Heads = None,
+    list_: _List = False,
+    dtype: _DType = "bf16",
+    device: _Device = "cpu",
+    backend: _Backend = "auto",
+    peers: _Peers = True,
+    vllm_library: _Library = None,
+    threads: _Threads = None,
+    seconds: _Seconds = None,
+    budget: _BudgetOption = None,
+    json_path: _Json = None,
+    out: _Out = None,
+    compare_with: _Old = None,
+    force: _Force = False,
+    render: _Rendered = None,
+    into: _Into = None,
 ) -> None:
-    """Measure one attention layer against transformers, on this CPU.
+    """Measure one attention layer against other people's code, on this machine.
 
-    Every case is checked against fp64 before it is timed; caches are cold; times are medians.
+    Every result is checked against fp64 before it is timed; caches are cold; times are medians.
     """
+    if render is not None:
+        _render(render, into)
+        return
+    known = QUICK if quick else CUDA_CASES if device == "cuda" else CPU_CASES
+    if dtype not in DTYPES:
+        raise InvalidInputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    cases = choose(known, patterns=case or (), heads=heads or (), dtype=DTYPES[dtype])
+    if list_:
+        typer.echo("\n".join(one.name for one in cases))
+        return
+    if into is not None and out is None:
+        raise InvalidInputError("--into needs --out or --render: the page names the JSON")
+    old = None if compare_with is None else Document.read(compare_with)
     if threads is not None:
         torch.set_num_threads(threads)
-    console = Console()
-    cases = QUICK if quick else CASES
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("machine limits", total=len(cases) + 3)
-        limits = machine_limits()
-        progress.advance(task)
-        results = []
-        for case in cases:
-            progress.update(task, description=str(case))
-            results.append(measure_case(case, limits, stock=stock, seconds=seconds))
-            progress.advance(task)
-        progress.update(task, description="paged cache")
-        paged = [measure_mixed(MIXED, seconds=seconds)]
-        paged += [measure_layouts(case, seconds=seconds) for case in LAYOUTS]
-        progress.advance(task)
-        progress.update(task, description="scratch")
-        scratch = {
-            cached: measure_scratch(Case(_SCRATCH_MODEL, 1, _SCRATCH_NEW, cached))
-            for cached in _SCRATCH_CONTEXTS
-        }
-    console.print(_table(results))
-    console.print(_paged_table(paged))
-    console.print(_footer(limits, scratch))
-    if json_path is not None:
-        document = {
-            "machine": _machine(limits),
-            "results": [result.as_dict() for result in results],
-            "paged": [result.as_dict() for result in paged],
-            "scratch_bytes": scratch,
-        }
-        json_path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
-
-
-def _table(results: list[Result]) -> Table:
-    table = Table(title="one attention layer, from latent cache to output projection")
-    table.add_column("case: batch x new on cached")
-    for name in ("mla_ops ms", "quartiles", "stock ms", "speed-up", "of matmul", "of bandwidth"):
-        table.add_column(name, justify="right")
-    for result in results:
-        ours, stock = result.ours, result.stock
-        table.add_row(
-            str(result.case),
-            f"{ours.median * 1e3:.2f}",
-            f"{ours.low * 1e3:.2f} - {ours.high * 1e3:.2f}",
-            "-" if stock is None else f"{stock.median * 1e3:.1f}",
-            "-" if result.speedup is None else f"{result.speedup:.1f}x",
-            f"{result.of_matmul:.0%}",
-            f"{result.of_bandwidth:.0%}",
-        )
-    return table
-
-
-def _paged_table(results: list[PagedResult]) -> Table:
-    table = Table(title="a paged cache, blocks of 64")
-    table.add_column("batch")
-    table.add_column("compared")
-    for name in ("ms", "quartiles", "ratio"):
-        table.add_column(name, justify="right")
-    for result in results:
-        one = result.one
-        table.add_row(
-            str(result.case),
-            result.name,
-            f"{one.median * 1e3:.2f} / {result.other * 1e3:.2f}",
-            f"{one.low * 1e3:.2f} - {one.high * 1e3:.2f}",
-            f"{result.ratio:.2f}",
-        )
-    return table
-
-
-def _footer(limits: Limits, scratch: dict[int, int]) -> str:
-    sizes = ", ".join(f"{size / 2**20:.1f} MiB with {cached}" for cached, size in scratch.items())
-    return (
-        f"this machine, {torch.get_num_threads()} threads: reads {limits.bandwidth / 1e9:.1f} GB/s,"
-        f" multiplies {limits.dtype} at {limits.matmul / 1e9:.0f} GFLOP/s\n"
-        f"peak memory of {_SCRATCH_NEW} new tokens ({_SCRATCH_MODEL}), output included: {sizes} "
-        "cached tokens"
+    run = _Run(
+        clock=clock_for(device),
+        dtype=DTYPES[dtype],
+        cases=cases,
+        peers=sides(device, peers=peers, vllm_library=vllm_library),
+        seconds=seconds or (_QUICK_SECONDS if quick else _SECONDS),
+        budget=Budget(math.inf if budget is None else budget),
+        extras=device == "cpu" and not case and not heads,
+        paths=[path for path in (json_path, out and out / "bench.json") if path is not None],
     )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    with use_backend(backend):
+        document = _measure(run, console)
+    _report(document, console)
+    if out is not None:
+        document.write_csv(out / "bench.csv")
+        draw_figures(document, out)
+        if into is not None:
+            insert(out / "bench.json", into)
+    if old is not None:
+        console.print(changes(compare(old, document, force=force)).rich())
+    _fail_on_faults(document)
 
 
-def _machine(limits: Limits) -> dict[str, object]:
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "bandwidth_bytes_per_second": limits.bandwidth,
-        "matmul_flops_per_second": limits.matmul,
-        "matmul_dtype": limits.dtype,
-        "torch": torch.__version__,
-        "mla_ops": mla_ops.__version__,
-    }
+def _render(path: Path, page: Path | None) -> None:
+    if page is None:
+        typer.echo(markdown(path))
+    else:
+        insert(path, page)
+
+
+def _measure(run: _Run, console: Console) -> Document:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        extras = (len(LAYOUTS) + 1 + len(SCRATCH)) if run.extras else 0
+        task = progress.add_task("machine limits", total=1 + len(run.cases) + extras)
+        document = Document(
+            machine=this_machine(run.clock.device, run.dtype),
+            limits=machine_limits(run.clock, run.dtype),
+            absent=absent(run.peers, run.clock.device.type),
+        )
+        done = {""}
+
+        def watch(case: Case, side: str) -> None:
+            done.add(case.name)
+            progress.update(task, description=f"{case.name}, {side}", completed=len(done) - 1)
+
+        for result in run_cases(
+            run.cases,
+            run.peers,
+            run.clock,
+            document.limits,
+            seconds=run.seconds,
+            budget=run.budget,
+            watch=watch,
+        ):
+            document.add(result)
+            _save(document, run.paths)
+        if run.extras and not run.budget.spent:
+            progress.update(task, description="mixed batches, pages, scratch")
+            _extras(document, run.seconds, lambda: progress.advance(task))
+            _save(document, run.paths)
+    return document
+
+
+def _save(document: Document, paths: Sequence[Path]) -> None:
+    for path in paths:
+        document.write_json(path)
+
+
+def _extras(document: Document, seconds: float, advance: Callable[[], None]) -> None:
+    document.paged.append(measure_mixed(MIXED, seconds=seconds))
+    advance()
+    for paged in LAYOUTS:
+        document.paged.append(measure_layouts(paged, seconds=seconds))
+        advance()
+    for case in SCRATCH:
+        document.scratch[case.name] = measure_scratch(case)
+        advance()
+
+
+def _report(document: Document, console: Console) -> None:
+    for grid in grids(document):
+        console.print(grid.rich())
+    for line in notes(document):
+        console.print(line, highlight=False)
+
+
+def _fail_on_faults(document: Document) -> None:
+    faults = [left for left in document.left_out if left.fault]
+    if any(left.side is not None and left.side.startswith("mla_ops") for left in faults):
+        lines = [f"{left.case}, {left.side}: {left.reason}" for left in faults]
+        raise WrongResultError("not everything could be measured:\n" + "\n".join(lines))
+    if not document.rows:
+        reasons = dict.fromkeys(f"{left.side}: {left.reason}" for left in document.left_out)
+        raise InvalidInputError("nothing was measured: " + "; ".join(reasons))

@@ -1,172 +1,260 @@
-"""Running cases: the gate first, then each side in the same process with the same threads."""
+"""Running cases: every side's result is checked first, then timed, on the same threads.
+
+The runner knows sides and a clock, and neither devices nor packages. What could not be measured is
+a row of its own with the reason, so nothing drops out in silence.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mla_ops.attention import mla_attention
-from mla_ops.bench.cases import Case
-from mla_ops.bench.timing import Limits, Timing, measure, peak_bytes
+from mla_ops.bench.cases import AttentionCase, Case
+from mla_ops.bench.limits import Limits
+from mla_ops.bench.peers import Peer
+from mla_ops.bench.problems import Problem, draw
+from mla_ops.bench.timing import Clock, Run, Timing
 from mla_ops.errors import MLAOpsError
-from mla_ops.reference import mla_attention as oracle
 
-__all__ = ["Result", "WrongResultError", "measure_case", "measure_scratch"]
+__all__ = ["Budget", "LeftOut", "Row", "WrongResultError", "absent", "check", "run_cases"]
 
-_COLD_BYTES = 96 * 1024 * 1024
-_GATE_KEYS = 1024
+_MEMORY_SHARE = 0.8  # of what is free: a machine that swaps measures its disk
 
 
 class WrongResultError(MLAOpsError, RuntimeError):
-    """A backend's numbers are off, so its speed means nothing."""
+    """A side's numbers are off, so its speed means nothing."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """One case, measured.
+class Row:
+    """One side of one case, measured.
 
     Attributes:
-        case: what was run.
-        ours: time of `mla_ops.mla_attention`.
-        stock: time of transformers' `expand_kv` and `sdpa` on the same cache, None if not run.
-        error: largest error against fp64 on a shortened context, relative to the largest output.
-        of_matmul: FLOPs that are needed, per second, as a fraction of the matmul rate.
-        of_bandwidth: bytes that are needed, per second, as a fraction of the read bandwidth.
+        case: its name.
+        group: `decode`, `prefill`, `gather`, `merge` or `write`.
+        model: whose widths.
+        heads: heads of the layer, of one shard.
+        batch: requests; 1 for an op on the cache.
+        new: new tokens per request, or the tokens of an op on the cache.
+        cached: tokens per request that were cached before.
+        dtype: of all tensors.
+        side: who ran it.
+        backend: our backend, or the function of somebody else.
+        against: the side of ours that does the same work; None for ours.
+        timing: medians and quartiles, in seconds.
+        error: largest error against fp64, relative to the largest value.
+        flops_per_second: needed FLOPs over the median.
+        bytes_per_second: needed bytes over the median.
+        of_matmul: `flops_per_second` as a fraction of the matmul rate.
+        of_bandwidth: `bytes_per_second` as a fraction of the bandwidth.
     """
 
-    case: Case
-    ours: Timing
-    stock: Timing | None
+    case: str
+    group: str
+    model: str
+    heads: int
+    batch: int
+    new: int
+    cached: int
+    dtype: str
+    side: str
+    backend: str
+    against: str | None
+    timing: Timing
     error: float
+    flops_per_second: float
+    bytes_per_second: float
     of_matmul: float
     of_bandwidth: float
 
-    @property
-    def speedup(self) -> float | None:
-        """Stock's median over ours."""
-        return None if self.stock is None else self.stock.median / self.ours.median
-
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return plain values, the timing's among them."""
         values = asdict(self)
-        values["case"] = {**values["case"], "dtype": str(self.case.dtype), "name": str(self.case)}
-        return {**values, "speedup": self.speedup}
+        timing = values.pop("timing")
+        return {**values, **timing}
 
 
-def _scale(case: Case) -> float:
-    return float(case.dims.qk_head_dim**-0.5)
+@dataclass(frozen=True)
+class LeftOut:
+    """One side of one case, or a whole case, that was not measured.
+
+    Attributes:
+        case: its name.
+        side: who; None for all.
+        reason: why.
+        fault: whether the side should have run: its result was wrong, or it failed.
+    """
+
+    case: str
+    side: str | None
+    reason: str
+    fault: bool = False
 
 
-def check_case(case: Case) -> float:
-    """Compare with the oracle in fp64 on at most 1024 keys and return the relative error.
+@dataclass
+class Budget:
+    """A limit on the time of a run.
+
+    Attributes:
+        seconds: to spend; infinite by default.
+        now: a clock that goes on.
+    """
+
+    seconds: float = math.inf
+    now: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        """Start."""
+        self._begin = self.now()
+
+    @property
+    def spent(self) -> bool:
+        """Whether the time is up."""
+        return self.now() - self._begin >= self.seconds
+
+
+def absent(peers: Sequence[Peer], device: str) -> dict[str, str]:
+    """Return the sides of which no variant can be measured here, each with the first reason.
 
     Args:
-        case: widths, dtype and new tokens are taken from it.
+        peers: all sides.
+        device: type of the device; sides of other devices do not count.
+    """
+    here = [(peer.name, peer.available()) for peer in peers if device in peer.devices]
+    present = {name for name, reason in here if reason is None}
+    reasons: dict[str, str] = {}
+    for name, reason in here:
+        if reason is not None and name not in present:
+            reasons.setdefault(name, reason)
+    return reasons
+
+
+def check(peer: Peer, problem: Problem, run: Run) -> float:
+    """Run a side once and return its error.
+
+    Args:
+        peer: whose call it is.
+        problem: what was prepared for it.
+        run: the call.
 
     Raises:
-        WrongResultError: the error is above twice that of the same computation in plain torch.
+        WrongResultError: the error is larger than that of the same computation in plain torch
+            allows.
     """
-    new = min(case.new, _GATE_KEYS // 4)
-    short = Case(case.model, 1, new, min(case.cached, _GATE_KEYS - new), case.dtype)
-    tensors = short.tensors()
-    scale = _scale(case)
-    ours = mla_attention(*tensors, softmax_scale=scale, is_causal=True).out.double()
-    plain = oracle(*tensors, softmax_scale=scale, is_causal=True).out.double()
-    query, kv_c, k_pe, w_kv_b = (t.double() for t in tensors)
-    exact = oracle(query, kv_c, k_pe, w_kv_b, softmax_scale=scale, is_causal=True).out
-    size = exact.abs().max()
-    error, ordinary = (((x - exact).abs().max() / size).item() for x in (ours, plain))
-    if error > 2 * ordinary + torch.finfo(case.dtype).eps:
+    error, allowed = problem.error(run())
+    if not error <= allowed:  # NaN too
         raise WrongResultError(
-            f"{case}: error {error:.1e}, expected at most twice that of plain torch, {ordinary:.1e}"
+            f"{problem.case.name}, {peer.name}: error {error:.1e}, at most {allowed:.1e} expected"
         )
     return error
 
 
-def _stock(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return what transformers does between cache and output projection."""
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-
-    dims = case.dims
-    config = DeepseekV3Config(
-        hidden_size=64,
-        num_attention_heads=dims.num_heads,
-        num_key_value_heads=dims.num_heads,
-        q_lora_rank=None,
-        kv_lora_rank=dims.kv_lora_rank,
-        qk_nope_head_dim=dims.qk_nope_head_dim,
-        qk_rope_head_dim=dims.qk_rope_head_dim,
-        v_head_dim=dims.v_head_dim,
-    )
-    config._attn_implementation = "sdpa"
-    layer = DeepseekV3Attention(config, layer_idx=0).to(case.dtype)
-    mask = None
-    if case.new > 1 and case.cached:
-        ones = torch.ones(case.new, case.context, dtype=torch.bool)
-        mask = ones.tril(case.cached)[None, None]
-
-    def run(query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor) -> Tensor:
-        layer.kv_b_proj.weight.data = w_kv_b
-        key, value = layer.expand_kv(kv_c[:, None], k_pe[:, None])
-        causal = case.new > 1 and mask is None
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=_scale(case)
-        )
-
-    return run
-
-
-def measure_case(case: Case, limits: Limits, *, stock: bool = True, seconds: float = 1.0) -> Result:
-    """Check one case, then time both sides on caches that are cold.
+def run_cases(
+    cases: Sequence[Case],
+    peers: Sequence[Peer],
+    clock: Clock,
+    limits: Limits,
+    *,
+    seconds: float = 1.0,
+    budget: Budget | None = None,
+    watch: Callable[[Case, str], None] = lambda case, side: None,
+) -> Iterator[Row | LeftOut]:
+    """Measure every case on every side that takes it; yield what comes out, one by one.
 
     Args:
-        case: what to run.
-        limits: of this machine, from the same run.
-        stock: whether to time transformers too.
-        seconds: time to spend per side, about.
-
-    Raises:
-        WrongResultError: the numbers are off; nothing is timed then.
+        cases: in the order of their importance.
+        peers: the sides, ours among them.
+        clock: of the device.
+        limits: of the machine, from the same run.
+        seconds: time to spend on each side of each case, about.
+        budget: when to stop; what is left is yielded as left out.
+        watch: called before each side with the case and the side's name.
     """
-    error = check_case(case)
-    query, kv_c, k_pe, w_kv_b = case.tensors()
-    copies = max(1, min(32, _COLD_BYTES // max(1, case.bytes)))
-    caches = itertools.cycle([(kv_c.clone(), k_pe.clone(), w_kv_b.clone()) for _ in range(copies)])
-    with torch.no_grad():
-        ours = measure(
-            lambda: mla_attention(
-                query, *next(caches), softmax_scale=_scale(case), is_causal=case.new > 1
-            ),
-            seconds=seconds,
-        )
-        theirs = None
-        if stock:
-            run = _stock(case)
-            theirs = measure(lambda: run(query, *next(caches)), seconds=seconds)
-    return Result(
-        case=case,
-        ours=ours,
-        stock=theirs,
+    budget = budget or Budget()
+    device = clock.device.type
+    present = [peer for peer in peers if device in peer.devices and peer.available() is None]
+    for case in cases:
+        sides = [peer for peer in present if case.group in peer.groups]
+        if budget.spent:
+            yield LeftOut(case.name, None, "the time was up")
+            continue
+        problems: list[Problem] = []
+        for peer in sides:
+            watch(case, peer.name)
+            reason = peer.refuses(case) or _too_large(peer, case, clock)
+            if reason is not None:
+                yield LeftOut(case.name, peer.name, reason)
+                continue
+            problems = problems or _copies(case, clock)
+            yield _measure(peer, problems, clock, limits, seconds)
+
+
+def _copies(case: Case, clock: Clock) -> list[Problem]:
+    first = draw(case, clock.device)
+    return [first, *(first.copy() for _ in range(clock.copies(case.bytes) - 1))]
+
+
+def _too_large(peer: Peer, case: Case, clock: Clock) -> str | None:
+    copies = clock.copies(case.bytes)
+    needed = copies * (case.bytes + peer.memory(case))
+    free = int(_MEMORY_SHARE * clock.free_bytes())
+    if needed <= free:
+        return None
+    return f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are to be had"
+
+
+def _faults() -> tuple[type[BaseException], ...]:
+    """What foreign code raises when it cannot do a case: reported, never the end of the run."""
+    known = (
+        *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+        *(NotImplementedError, OSError, RuntimeError, TypeError, ValueError, MLAOpsError),
+    )
+    triton = sys.modules.get("triton.errors")
+    return known if triton is None else (*known, triton.TritonError)
+
+
+def _measure(
+    peer: Peer, problems: Sequence[Problem], clock: Clock, limits: Limits, seconds: float
+) -> Row | LeftOut:
+    case = problems[0].case
+    try:
+        with torch.no_grad():
+            runs = [peer.prepare(problem) for problem in problems]
+            error = check(peer, problems[0], runs[0])
+            timing = clock.time(runs, seconds)
+    except WrongResultError as wrong:
+        return LeftOut(case.name, peer.name, f"wrong result: {wrong}", fault=True)
+    except _faults() as failure:
+        text = (str(failure).strip().splitlines() or [""])[0]
+        reason = f"{type(failure).__name__}: {text}"
+        return LeftOut(case.name, peer.name, reason, fault=True)
+    if isinstance(case, AttentionCase):
+        batch, new, cached = case.batch, case.new, case.cached
+    else:
+        batch, new, cached = 1, case.tokens, 0
+    flops, moved = case.flops / timing.median, case.bytes / timing.median
+    return Row(
+        case=case.name,
+        group=case.group,
+        model=case.model,
+        heads=case.dims.num_heads,
+        batch=batch,
+        new=new,
+        cached=cached,
+        dtype=str(case.dtype).removeprefix("torch."),
+        side=peer.name,
+        backend=peer.backend(case),
+        against=peer.against,
+        timing=timing,
         error=error,
-        of_matmul=case.flops / ours.median / limits.matmul,
-        of_bandwidth=case.bytes / ours.median / limits.bandwidth,
+        flops_per_second=flops,
+        bytes_per_second=moved,
+        of_matmul=flops / limits.matmul,
+        of_bandwidth=moved / limits.bandwidth,
     )
-
-
-def measure_scratch(case: Case) -> int:
-    """Return the peak bytes that one call allocates, results included.
-
-    Args:
-        case: what to run.
-    """
-    tensors = case.tensors()
-    with torch.no_grad():
-        return peak_bytes(
-            lambda: mla_attention(*tensors, softmax_scale=_scale(case), is_causal=case.new > 1)
-        )

@@ -1,4 +1,4 @@
-"""A paged cache, measured: the cost of mixing decodes with prompts, and of scattered pages."""
+"""Questions besides speed against peers: mixing decodes with prompts, scattered pages, scratch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_ops.attention import mla_attention
+from mla_ops.bench.cases import LITE, AttentionCase
+from mla_ops.bench.problems import BLOCK_SIZE, draw
 from mla_ops.bench.runner import WrongResultError
-from mla_ops.bench.timing import Timing, measure
+from mla_ops.bench.timing import Timing, alternate, peak_bytes
 from mla_ops.dims import MLADims
 from mla_ops.metadata import MLAMetadata, build_metadata
 from mla_ops.paged import mla_paged_attention
 from mla_ops.reference import MLAOutput
 
-__all__ = ["LAYOUTS", "MIXED", "PagedCase", "PagedResult", "measure_layouts", "measure_mixed"]
+__all__ = [
+    "LAYOUTS",
+    "MIXED",
+    "SCRATCH",
+    "PagedCase",
+    "PagedResult",
+    "measure_layouts",
+    "measure_mixed",
+    "measure_scratch",
+]
 
-_BLOCK = 64
 _WORKSPACE = 65536
 
 
@@ -32,6 +43,7 @@ class PagedCase:
         prefills: requests with several new tokens.
         new: how many.
         context: tokens that each of those has cached.
+        dtype: of all tensors.
     """
 
     model: str
@@ -40,20 +52,25 @@ class PagedCase:
     prefills: int = 0
     new: int = 0
     context: int = 0
+    dtype: torch.dtype = torch.bfloat16
 
-    def __str__(self) -> str:
-        """Name the case: `decodes x 1 on context + prefills x new on context`."""
-        name = f"{self.model} {self.decodes} x 1 on {self.decode_context}"
-        return name + (
-            f" + {self.prefills} x {self.new} on {self.context}" if self.prefills else ""
-        )
+    @property
+    def name(self) -> str:
+        """`mixed/model/decodesx1@context+prefillsxnew@context`, or `scattered/model/...`."""
+        decodes = f"{self.model}/{self.decodes}x1@{self.decode_context}"
+        if not self.prefills:
+            return f"scattered/{decodes}"
+        return f"mixed/{decodes}+{self.prefills}x{self.new}@{self.context}"
 
 
-MIXED = PagedCase("deepseek-v2-lite", 24, 2048, 2, 512, 4096)
+MIXED = PagedCase(LITE, 24, 2048, 2, 512, 4096)
 """The batch whose cost is compared with that of its halves."""
 
-LAYOUTS = (PagedCase("deepseek-v2-lite", 8, 2048), PagedCase("deepseek-v2-lite", 4, 8192))
+LAYOUTS = (PagedCase(LITE, 8, 2048), PagedCase(LITE, 4, 8192))
 """The decodes that are run over consecutive and over scattered pages."""
+
+SCRATCH = (AttentionCase(LITE, 1, 512, 4096), AttentionCase(LITE, 1, 512, 32768))
+"""The calls whose peak memory is measured."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +78,13 @@ class PagedResult:
     """One case, run in two ways.
 
     Attributes:
-        case: what was run.
+        case: name of what was run.
         name: what is compared, `one / other`.
         one: time of the batch as it is.
         other: seconds of the same work done the other way, or in parts that are added up.
     """
 
-    case: PagedCase
+    case: str
     name: str
     one: Timing
     other: float
@@ -79,7 +96,16 @@ class PagedResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {**asdict(self), "case": str(self.case), "ratio": self.ratio}
+        return {**asdict(self), "ratio": self.ratio}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PagedResult:
+        """Return what `as_dict` came from.
+
+        Args:
+            values: plain values.
+        """
+        return cls(values["case"], values["name"], Timing(**values["one"]), values["other"])
 
 
 @dataclass(frozen=True)
@@ -98,15 +124,15 @@ def _make(case: PagedCase, *, scattered: bool, part: slice = slice(None)) -> _Ba
     lens = [1] * case.decodes + [case.new] * case.prefills
     cached = [case.decode_context] * case.decodes + [case.context] * case.prefills
     seqs = [new + old for new, old in zip(lens, cached, strict=True)]
-    pages = [-(-seq // _BLOCK) for seq in seqs]
+    pages = [-(-seq // BLOCK_SIZE) for seq in seqs]
     order = torch.arange(sum(pages))
     if scattered:
         order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1))
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
+        return torch.randn(*shape, generator=generator).to(case.dtype)
 
-    rows = draw(sum(pages), _BLOCK, dims.latent_dim)
+    rows = draw(sum(pages), BLOCK_SIZE, dims.latent_dim)
     cache = torch.empty_like(rows)
     cache[order] = rows
     tokens = sum(lens)
@@ -115,23 +141,23 @@ def _make(case: PagedCase, *, scattered: bool, part: slice = slice(None)) -> _Ba
     # New tokens as the cache has them: a prefill reads the activations, a decode the cache.
     flat, begin, new_rows, table = rows.view(-1, dims.latent_dim), 0, [], []
     for new, seq, count in zip(lens, seqs, pages, strict=True):
-        new_rows.append(flat[begin * _BLOCK + seq - new : begin * _BLOCK + seq])
+        new_rows.append(flat[begin * BLOCK_SIZE + seq - new : begin * BLOCK_SIZE + seq])
         table.append(order[begin : begin + count].tolist())
         begin += count
     span = slice(sum(lens[: part.start or 0]), sum(lens[: part.stop]))
     fresh = torch.cat(new_rows)[span]
     kv_c, k_pe = fresh.split([dims.kv_lora_rank, dims.qk_rope_head_dim], -1)
     metadata = build_metadata(
-        lens[part], seqs[part], table[part], block_size=_BLOCK, workspace_tokens=_WORKSPACE
+        lens[part], seqs[part], table[part], block_size=BLOCK_SIZE, workspace_tokens=_WORKSPACE
     )
     return _Batch((query[span], kv_c, k_pe, w_kv_b, cache), metadata, dims.qk_head_dim**-0.5)
 
 
 def _gate(case: PagedCase, one: Tensor, other: Tensor) -> None:
-    """Two ways to compute the same must agree within a rounding step of bf16."""
+    """Two ways to compute the same must agree within a rounding step."""
     error = (one - other).abs().max() / other.abs().max()
-    if not error < 2 * torch.finfo(torch.bfloat16).eps:
-        raise WrongResultError(f"{case}: two ways to run it differ by {error:.1e}")
+    if not error < 2 * torch.finfo(case.dtype).eps:
+        raise WrongResultError(f"{case.name}: two ways to run it differ by {error:.1e}")
 
 
 def measure_mixed(case: PagedCase = MIXED, *, seconds: float = 1.0) -> PagedResult:
@@ -149,8 +175,8 @@ def measure_mixed(case: PagedCase = MIXED, *, seconds: float = 1.0) -> PagedResu
     halves = [_make(case, scattered=True, part=part) for part in cuts]
     with torch.no_grad():
         _gate(case, whole.run().out, torch.cat([half.run().out for half in halves]))
-        parts = sum(measure(half.run, seconds=seconds).median for half in halves)
-        return PagedResult(case, "mixed / halves", measure(whole.run, seconds=seconds), parts)
+        one, *parts = alternate([whole.run, *(half.run for half in halves)], seconds=seconds)
+    return PagedResult(case.name, "mixed / halves", one, sum(part.median for part in parts))
 
 
 def measure_layouts(case: PagedCase, *, seconds: float = 1.0) -> PagedResult:
@@ -166,6 +192,19 @@ def measure_layouts(case: PagedCase, *, seconds: float = 1.0) -> PagedResult:
     scattered, consecutive = (_make(case, scattered=s) for s in (True, False))
     with torch.no_grad():
         _gate(case, scattered.run().out, consecutive.run().out)
-        best = measure(consecutive.run, seconds=seconds).median
-        timed = measure(scattered.run, seconds=seconds)
-    return PagedResult(case, "scattered / consecutive", timed, best)
+        one, other = alternate([scattered.run, consecutive.run], seconds=seconds)
+    return PagedResult(case.name, "scattered / consecutive", one, other.median)
+
+
+def measure_scratch(case: AttentionCase) -> int:
+    """Return the peak bytes that one call of the dense op allocates, results included.
+
+    Args:
+        case: what to run, on the CPU.
+    """
+    problem = draw(case)
+    tensors = (problem.query, problem.kv_c, problem.k_pe, problem.w_kv_b)
+    with torch.no_grad():
+        return peak_bytes(
+            lambda: mla_attention(*tensors, softmax_scale=problem.scale, is_causal=case.new > 1)
+        )
