@@ -25,8 +25,10 @@ __all__ = ["VERBS", "build_app", "main"]
 VERBS = {
     "accuracy": "mla_ops.accuracy.command",
     "bench": "mla_ops.bench.command",
+    "check": "mla_ops.commands.check",
     "compile-kernels": "mla_ops.kernels_command",
     "demo": "mla_ops.demo.command",
+    "explain": "mla_ops.commands.explain",
     "info": "mla_ops.commands.info",
 }
 """Verb to the module that holds the function of that name, with `_` for `-`."""

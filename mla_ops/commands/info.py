@@ -17,7 +17,8 @@ from rich.table import Table
 
 import mla_ops
 from mla_ops import env
-from mla_ops.commands.output import JsonPath, check_outputs, table, write_json
+from mla_ops.commands.options import JsonPath, float_dtype
+from mla_ops.commands.output import check_outputs, table, write_json
 from mla_ops.dispatch import OPS, Call, available_backends, get_backend, select
 from mla_ops.errors import BackendUnavailableError, InvalidInputError, MLAOpsError
 
@@ -104,7 +105,7 @@ def info(
 ) -> None:
     """Show versions, devices, and which backend runs each op, or why it does not."""
     check_outputs(json_path)
-    dtypes = [_dtype(name) for name in dtype or ["bfloat16"]]
+    dtypes = [float_dtype(name) for name in dtype or ["bfloat16"]]
     devices = device or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     for name in devices:
         _check_device(name)
@@ -127,13 +128,6 @@ def info(
         "environment": variables,
     }
     write_json(json_path, document)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidInputError(f"expected a floating dtype such as bfloat16, got {name!r}")
-    return found
 
 
 def _check_device(name: str) -> None:

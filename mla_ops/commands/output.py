@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich import box
 from rich.table import Table
 
 from mla_ops.errors import InvalidInputError
 
-__all__ = ["JsonPath", "check_outputs", "table", "write_json"]
-
-JsonPath = Annotated[
-    Path | None, typer.Option("--json", help="Write everything there, as JSON.", metavar="FILE")
-]
-"""The option that every verb has."""
+__all__ = ["check_outputs", "table", "write_json"]
 
 
 def check_outputs(*paths: Path | None) -> None:
