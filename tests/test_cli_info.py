@@ -48,8 +48,8 @@ class OnlyDecodes(TiledBackend):
 
 
 def row(shown: str, first: str) -> list[str]:
-    (line,) = [line for line in shown.splitlines() if line.split()[:1] == [first]]
-    return line.split()
+    """The first row that starts with a word; a long reason may bring the word again."""
+    return next(cells for line in shown.splitlines() if (cells := line.split())[:1] == [first])
 
 
 def test_every_op_has_a_row_with_the_backend_that_runs_it(registry) -> None:
@@ -137,3 +137,13 @@ def test_json_has_everything(tmp_path: Path) -> None:
 def test_bad_input_is_refused(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         invoke(*arguments)
+
+
+def test_a_wrong_argument_ends_with_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mla-ops", "info", "--dtype", "int8"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("mla-ops: expected a floating dtype such as")
