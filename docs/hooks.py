@@ -2,18 +2,26 @@
 
 * `<!-- generated: NAME -->` in a page becomes what the function NAME of `GENERATORS` returns:
   tables that are read from the code, so that they cannot say anything else than the code does.
-* A picture that is an SVG file of this folder is put into the page itself, where it follows the
-  colours of the site.
+* A picture of `pictures.py` is put into the page itself, where it takes the colours of the site.
 * The API pages read the sources laid out as they are installed.
 """
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 import re
 import shutil
 from collections.abc import Callable
 from typing import Any
+
+BACKENDS = {
+    "triton": ("mla_ops.kernels.triton.backend", "TritonBackend"),
+    "cpu": ("mla_ops.kernels.cpu.backend", "CpuBackend"),
+    "tiled": ("mla_ops.kernels.tiled", "TiledBackend"),
+    "reference": ("mla_ops.reference_backend", "ReferenceBackend"),
+}
+"""Where the classes are: to load the CPU backend would mean to compile it."""
 
 ROOT = pathlib.Path(__file__).parents[1]
 _MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
@@ -85,29 +93,34 @@ def errors() -> str:
 
 
 def backends() -> str:
-    """Which backend takes which op in which dtype, by what each declares."""
-    import torch
+    """Which backend takes which op in which dtype, by what each declares; none is loaded."""
+    from mla_ops.dispatch import OPS, available_backends
 
-    from mla_ops.commands.info import backend_choice
-    from mla_ops.dispatch import OPS
-
-    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    names = available_backends()
     parts = []
     for device in ("cpu", "cuda"):
-        choices = [backend_choice(device, dtype) for dtype in dtypes]
-        names = list(choices[0].refusals)
         rows = [
-            [f"`{op}`", *(_dtypes_of(choices, name, op) for name in names)] for op in sorted(OPS)
+            [f"`{op}`", *(_dtypes_of(name, op, device) for name in names)] for op in sorted(OPS)
         ]
-        heading = f"On `{device}`:"
-        parts.append(f"{heading}\n\n{table(['op', *(f'`{name}`' for name in names)], rows)}")
+        parts.append(f"On `{device}`:\n\n{table(['op', *(f'`{name}`' for name in names)], rows)}")
     return "\n\n".join(parts)
 
 
-def _dtypes_of(choices: list[Any], backend: str, op: str) -> str:
-    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-    taken = [short[c.dtype] for c in choices if not c.refusals[backend][op]]
-    return "all four" if len(taken) == len(choices) else ", ".join(taken) or "-"
+def _dtypes_of(backend: str, op: str, device: str) -> str:
+    import torch
+
+    from mla_ops.dispatch import Call
+
+    short = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    short["fp64"] = torch.float64
+    module, cls = BACKENDS[backend]
+    declared = getattr(importlib.import_module(module), cls).capabilities
+    taken = [
+        name
+        for name, dtype in short.items()
+        if not declared.not_supported_reasons(Call(op, device, dtype))
+    ]
+    return "all four" if len(taken) == len(short) else ", ".join(taken) or "-"
 
 
 def commands() -> str:
@@ -124,7 +137,7 @@ def _command(name: str, command: Any) -> str:
     rows, arguments = [], []
     for parameter in command.params:
         if parameter.param_type_name == "argument":
-            arguments.append(parameter.make_metavar(None))
+            arguments.append(parameter.metavar or parameter.name.upper())
         elif parameter.name != "help":
             options = ", ".join(f"`{o}`" for o in [*parameter.opts, *parameter.secondary_opts])
             rows.append([options, _default(parameter), parameter.help or ""])

@@ -56,7 +56,8 @@ def test_examples_of_a_page_run(page: pathlib.Path) -> None:
     }
     for match in BLOCK.finditer(text):
         line = text.count("\n", 0, match.start(1))
-        exec(compile("\n" * line + match[1], str(page), "exec"), names)
+        with families.one_thread():
+            exec(compile("\n" * line + match[1], str(page), "exec"), names)
     assert BLOCK.search(text) or page.name != "README.md"
 
 
@@ -87,15 +88,27 @@ def test_readme_reaches_code_and_commands_on_its_first_screen() -> None:
     assert next(i for i, line in enumerate(lines) if line.startswith("make test")) < 40
 
 
-@pytest.fixture(scope="module")
-def hooks() -> types.ModuleType:
-    """What the documentation site adds to the pages; a file outside of every package."""
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+def _load(path: pathlib.Path) -> types.ModuleType:
+    """Import a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks() -> types.ModuleType:
+    """What the documentation site adds to the pages."""
+    return _load(ROOT / "docs" / "hooks.py")
+
+
+def test_pictures_become_part_of_the_page(hooks: types.ModuleType) -> None:
+    shown = hooks.on_page_markdown("Text.\n\n![What it shows.](pictures/slots.svg)\n\nMore.")
+    assert '<figure class="picture"><svg role="img" ' in shown
+    assert "</svg><figcaption>What it shows.</figcaption></figure>" in shown
+    assert "\n\n" not in shown.partition("<figure")[2].partition("</figure>")[0]
 
 
 def test_every_generated_part_is_in_one_page(hooks: types.ModuleType) -> None:
@@ -112,6 +125,20 @@ def test_generated_parts_say_what_the_code_says(hooks: types.ModuleType) -> None
     shown = hooks.on_page_markdown("<!-- generated: backends -->")
     assert all(f"| `{op}` |" in shown for op in dispatch.OPS)
     assert all(f"`{name}`" in shown for name in mla_ops.available_backends())
+
+
+def test_every_backend_is_in_the_support_table(hooks: types.ModuleType) -> None:
+    assert set(mla_ops.available_backends()) <= set(hooks.BACKENDS)
+    for name in set(mla_ops.available_backends()) & set(hooks.BACKENDS):
+        module, cls = hooks.BACKENDS[name]
+        assert getattr(importlib.import_module(module), cls).name == name
+
+
+def test_pictures_are_those_of_the_script() -> None:
+    script = _load(ROOT / "docs" / "pictures.py")
+    drawn = {f"{name}.svg": draw() for name, draw in script.PICTURES.items()}
+    folder = ROOT / "docs" / "pictures"
+    assert {path.name: path.read_text("utf-8") for path in folder.iterdir()} == drawn
 
 
 def test_generated_tables_escape_bars(hooks: types.ModuleType) -> None:
