@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_ops import ops
 from mla_ops.reference import MLAOutput
-from mla_ops.validation import check_scalars, check_types
+from mla_ops.validation import check_mla_attention_types
 
 __all__ = ["MLAOutput", "mla_attention"]
 
@@ -78,23 +78,8 @@ def mla_attention(
         >>> tuple(out.shape), tuple(lse.shape)
         ((1, 4, 1, 12), (1, 4, 1))
     """
+    tensors = query, kv_c, k_pe, w_kv_b, attn_mask, kv_bounds, sinks
+    options = softmax_scale, is_causal, workspace_tokens
     if not torch.compiler.is_compiling():  # a graph has symbolic scalars; the op's fake rule checks
-        check_types(
-            {"query": query, "kv_c": kv_c, "k_pe": k_pe, "w_kv_b": w_kv_b},
-            {"attn_mask": attn_mask, "kv_bounds": kv_bounds, "sinks": sinks},
-        )
-        check_scalars(softmax_scale, is_causal, workspace_tokens)
-    return MLAOutput(
-        *ops.mla_attention(
-            query,
-            kv_c,
-            k_pe,
-            w_kv_b,
-            attn_mask,
-            kv_bounds,
-            sinks,
-            softmax_scale,
-            is_causal,
-            workspace_tokens,
-        )
-    )
+        check_mla_attention_types(*tensors, *options)
+    return MLAOutput(*ops.mla_attention(*tensors, *options))

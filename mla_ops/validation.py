@@ -7,7 +7,6 @@ tensors under `torch.compile` just as they do in eager.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,10 +18,9 @@ __all__ = [
     "check_device",
     "check_like_query",
     "check_mla_attention",
+    "check_mla_attention_types",
     "check_rank",
-    "check_scalars",
     "check_scale",
-    "check_types",
     "fail",
 ]
 
@@ -35,24 +33,6 @@ _INT32_MAX = 2**31 - 1
 def fail(name: str, expected: str, got: object) -> None:
     """Raise the error that says what was expected and what came."""
     raise InvalidInputError(f"{name} must be {expected}, got {got}")
-
-
-def check_types(tensors: Mapping[str, object], optional: Mapping[str, object]) -> None:
-    """Refuse what is no tensor.
-
-    Args:
-        tensors: arguments that must be tensors, by name.
-        optional: arguments that may be None as well.
-
-    Raises:
-        InvalidInputError: one is something else.
-    """
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            fail(name, "a tensor", f"{type(value).__name__} {value!r:.60}")
-    for name, value in optional.items():
-        if value is not None and not isinstance(value, Tensor):
-            fail(name, "a tensor or None", f"{type(value).__name__} {value!r:.60}")
 
 
 def check_rank(name: str, tensor: Tensor, shape: str) -> None:
@@ -89,23 +69,24 @@ def _check_mask(attn_mask: Tensor, query: Tensor, num_keys: int) -> None:
         fail("attn_mask", f"broadcastable to [B, H, S, T] = {target}", f"shape {tuple(sizes)}")
 
 
-def check_scalars(softmax_scale: object, is_causal: object, workspace_tokens: object) -> None:
-    """Refuse scalars that the op's schema would refuse less clearly.
+def _check_bounds(kv_bounds: Tensor, query: Tensor, num_keys: int) -> None:
+    batch = query.shape[0]
+    if kv_bounds.dtype != torch.int32:
+        fail("kv_bounds", "int32", kv_bounds.dtype)
+    if kv_bounds.dim() != 2 or kv_bounds.shape[0] != batch or kv_bounds.shape[1] != 2:
+        fail("kv_bounds", f"[B, 2] = ({batch}, 2)", f"shape {tuple(kv_bounds.shape)}")
+    if num_keys > _INT32_MAX:
+        fail("kv_c", f"at most {_INT32_MAX} keys long with int32 kv_bounds", num_keys)
+    check_device("kv_bounds", kv_bounds, query)
 
-    Args:
-        softmax_scale: a finite number.
-        is_causal: a bool.
-        workspace_tokens: an int or None.
 
-    Raises:
-        InvalidInputError: one is something else.
-    """
-    check_scale(softmax_scale)
-    if not isinstance(is_causal, bool):
-        fail("is_causal", "a bool", repr(is_causal))
-    whole = isinstance(workspace_tokens, int) and not isinstance(workspace_tokens, bool)
-    if workspace_tokens is not None and not whole:
-        fail("workspace_tokens", "an int or None", repr(workspace_tokens))
+def _check_sinks(sinks: Tensor, query: Tensor) -> None:
+    heads = query.shape[1]
+    if sinks.dtype not in FLOAT_DTYPES:
+        fail("sinks", "floating point", sinks.dtype)
+    if sinks.dim() != 1 or sinks.shape[0] != heads:
+        fail("sinks", f"[H] = ({heads},)", f"shape {tuple(sinks.shape)}")
+    check_device("sinks", sinks, query)
 
 
 def check_scale(softmax_scale: object) -> None:
@@ -115,6 +96,51 @@ def check_scale(softmax_scale: object) -> None:
     number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
     if not (number and math.isfinite(softmax_scale)):  # type: ignore[arg-type]
         fail("softmax_scale", "a finite float", repr(softmax_scale))
+
+
+def check_mla_attention_types(
+    query: object,
+    kv_c: object,
+    k_pe: object,
+    w_kv_b: object,
+    attn_mask: object,
+    kv_bounds: object,
+    sinks: object,
+    softmax_scale: object,
+    is_causal: object,
+    workspace_tokens: object,
+) -> None:
+    """Refuse arguments of `mla_attention` that the op's schema would refuse less clearly.
+
+    Args:
+        query: a tensor.
+        kv_c: a tensor.
+        k_pe: a tensor.
+        w_kv_b: a tensor.
+        attn_mask: a tensor or None.
+        kv_bounds: a tensor or None.
+        sinks: a tensor or None.
+        softmax_scale: a finite number.
+        is_causal: a bool.
+        workspace_tokens: an int or None.
+
+    Raises:
+        InvalidInputError: one is something else.
+    """
+    tensors = {"query": query, "kv_c": kv_c, "k_pe": k_pe, "w_kv_b": w_kv_b}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            fail(name, "a tensor", f"{type(value).__name__} {value!r:.60}")
+    optional = {"attn_mask": attn_mask, "kv_bounds": kv_bounds, "sinks": sinks}
+    for name, value in optional.items():
+        if value is not None and not isinstance(value, Tensor):
+            fail(name, "a tensor or None", f"{type(value).__name__} {value!r:.60}")
+    check_scale(softmax_scale)
+    if not isinstance(is_causal, bool):
+        fail("is_causal", "a bool", repr(is_causal))
+    whole = isinstance(workspace_tokens, int) and not isinstance(workspace_tokens, bool)
+    if workspace_tokens is not None and not whole:
+        fail("workspace_tokens", "an int or None", repr(workspace_tokens))
 
 
 def check_mla_attention(
@@ -185,19 +211,9 @@ def check_mla_attention(
     if attn_mask is not None:
         _check_mask(attn_mask, query, num_keys)
     if kv_bounds is not None:
-        if kv_bounds.dtype != torch.int32:
-            fail("kv_bounds", "int32", kv_bounds.dtype)
-        if kv_bounds.dim() != 2 or kv_bounds.shape[0] != batch or kv_bounds.shape[1] != 2:
-            fail("kv_bounds", f"[B, 2] = ({batch}, 2)", f"shape {tuple(kv_bounds.shape)}")
-        if num_keys > _INT32_MAX:
-            fail("kv_c", f"at most {_INT32_MAX} keys long with int32 kv_bounds", num_keys)
-        check_device("kv_bounds", kv_bounds, query)
+        _check_bounds(kv_bounds, query, num_keys)
     if sinks is not None:
-        if sinks.dtype not in FLOAT_DTYPES:
-            fail("sinks", "floating point", sinks.dtype)
-        if sinks.dim() != 1 or sinks.shape[0] != heads:
-            fail("sinks", f"[H] = ({heads},)", f"shape {tuple(sinks.shape)}")
-        check_device("sinks", sinks, query)
+        _check_sinks(sinks, query)
     check_scale(softmax_scale)
     if workspace_tokens is not None and workspace_tokens < 1:
         fail("workspace_tokens", "at least 1 or None", workspace_tokens)
