@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import mla_ops
 from mla_ops.bench.cases import LITE, AttentionCase, CacheCase
-from mla_ops.bench.compare import compare
+from mla_ops.bench.compare import compare, require_same
 from mla_ops.bench.document import Document, Machine, this_machine
 from mla_ops.bench.extras import PagedCase, PagedResult
 from mla_ops.bench.limits import Limits
@@ -165,7 +165,7 @@ def test_markdown_goes_into_a_page_between_its_marks(document, tmp_path):
     insert(data, page)
     assert page.read_text() == once
     page.write_text("no marks")
-    with pytest.raises(InvalidInputError, match="expected the lines <!-- bench: runs"):
+    with pytest.raises(InvalidInputError, match="expected <!-- bench: runs"):
         insert(data, page)
 
 
@@ -190,8 +190,8 @@ def test_compare_marks_what_left_the_spread(document):
 def test_compare_refuses_another_machine(document, change):
     other = replace(document, machine=replace(document.machine, **change))
     with pytest.raises(InvalidInputError, match=f"{next(iter(change))}.*--force"):
-        compare(other, document)
-    assert compare(other, document, force=True)
+        require_same(other.machine, document.machine)
+    require_same(document.machine, document.machine)
 
 
 def test_compare_needs_a_row_in_common(document):
@@ -251,6 +251,18 @@ def test_command_prints_and_writes(command, tmp_path):
     assert command("--render", str(out / "bench.json")) == markdown(out / "bench.json") + "\n"
 
 
+def test_command_compares_with_another_machine_if_it_must(command, tmp_path):
+    path, few = tmp_path / "old.json", ("--quick", "--no-peers", "--seconds", "0.01")
+    command(*few, "--case", "gather/*", "--json", str(path))
+    data = json.loads(path.read_text())
+    data["machine"]["name"] = "Another"
+    path.write_text(json.dumps(data))
+    compared = (*few, "--case", "gather/*", "--compare", str(path))
+    with pytest.raises(InvalidInputError, match="it had name 'Another', now"):
+        command(*compared)
+    assert "old / new" in command(*compared, "--force")
+
+
 def test_command_compares_chooses_and_stops(command, tmp_path):
     path, few = tmp_path / "old.json", ("--quick", "--no-peers", "--seconds", "0.01")
     text = command(*few, "--case", "decode/*", "--backend", "tiled", "--json", str(path))
@@ -287,6 +299,7 @@ def test_command_saves_after_each_row(command, tmp_path, monkeypatch):
         (("--quick", "--case", "nothing"), "no case is nothing"),
         (("--quick", "--backend", "nobody"), "backend must be auto or one of"),
         (("--quick", "--into", "page.md"), "--into needs --out or --render"),
+        (("--quick", "--out", "x", "--into", "no/page.md"), "page.md: expected a page"),
         (("--quick", "--compare", "nowhere.json"), "nowhere.json: expected the JSON of a run"),
     ],
 )

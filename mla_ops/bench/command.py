@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mla_ops.bench.cases import CPU_CASES, CUDA_CASES, DTYPES, QUICK, Case, choose
-from mla_ops.bench.compare import compare
-from mla_ops.bench.document import Document, this_machine
+from mla_ops.bench.compare import compare, require_same
+from mla_ops.bench.document import Document, Machine, this_machine
 from mla_ops.bench.extras import (
     LAYOUTS,
     MIXED,
@@ -29,7 +29,7 @@ from mla_ops.bench.peers import Peer
 from mla_ops.bench.plots import draw_figures
 from mla_ops.bench.runner import Budget, WrongResultError, absent, run_cases
 from mla_ops.bench.sides import sides
-from mla_ops.bench.tables import changes, grids, insert, markdown, notes
+from mla_ops.bench.tables import changes, grids, insert, markdown, notes, require_marks
 from mla_ops.bench.timing import Clock, clock_for
 from mla_ops.dispatch import use_backend
 from mla_ops.errors import InvalidInputError
@@ -46,6 +46,7 @@ class _Run:
     """What to measure, and where the figures go as they come in."""
 
     clock: Clock
+    machine: Machine
     dtype: torch.dtype
     cases: Sequence[Case]
     peers: Sequence[Peer]
@@ -132,13 +133,21 @@ def bench(
     if list_:
         typer.echo("\n".join(one.name for one in cases))
         return
-    if into is not None and out is None:
-        raise InvalidInputError("--into needs --out or --render: the page names the JSON")
-    old = None if compare_with is None else Document.read(compare_with)
     if threads is not None:
         torch.set_num_threads(threads)
+    clock = clock_for(device)
+    machine = this_machine(clock.device, DTYPES[dtype])
+    # What would spoil the end of a long run is found at its beginning.
+    if into is not None and out is None:
+        raise InvalidInputError("--into needs --out or --render: the page names the JSON")
+    if into is not None and out is not None:
+        require_marks(out / "bench.json", into)
+    old = None if compare_with is None else Document.read(compare_with)
+    if old is not None and not force:
+        require_same(old.machine, machine)
     run = _Run(
-        clock=clock_for(device),
+        clock=clock,
+        machine=machine,
         dtype=DTYPES[dtype],
         cases=cases,
         peers=sides(device, peers=peers, vllm_library=vllm_library),
@@ -159,7 +168,7 @@ def bench(
         if into is not None:
             insert(out / "bench.json", into)
     if old is not None:
-        console.print(changes(compare(old, document, force=force)).rich())
+        console.print(changes(compare(old, document)).rich())
     _fail_on_faults(document)
 
 
@@ -176,7 +185,7 @@ def _measure(run: _Run, console: Console) -> Document:
         extras = (len(LAYOUTS) + 1 + len(SCRATCH)) if run.extras else 0
         task = progress.add_task("machine limits", total=1 + len(run.cases) + extras)
         document = Document(
-            machine=this_machine(run.clock.device, run.dtype),
+            machine=run.machine,
             limits=machine_limits(run.clock, run.dtype),
             absent=absent(run.peers, run.clock.device.type),
         )

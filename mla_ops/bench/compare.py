@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_ops.bench.document import Document
+from mla_ops.bench.document import Document, Machine
 from mla_ops.bench.timing import Timing
 from mla_ops.errors import InvalidInputError
 
-__all__ = ["Change", "compare"]
+__all__ = ["Change", "compare", "require_same"]
 
 _SAME = ("device", "name", "capability", "threads", "dtype")
 
@@ -44,27 +44,38 @@ class Change:
         return "faster" if self.new.high < self.old.low else ""
 
 
-def compare(old: Document, new: Document, *, force: bool = False) -> list[Change]:
+def require_same(old: Machine, new: Machine) -> None:
+    """Refuse to compare what cannot be compared.
+
+    Args:
+        old: where the old run took place.
+        new: where the new one does.
+
+    Raises:
+        InvalidInputError: machine, threads or dtype differ.
+    """
+    differing = [
+        f"{name} {getattr(old, name)!r}, now {getattr(new, name)!r}"
+        for name in _SAME
+        if getattr(old, name) != getattr(new, name)
+    ]
+    if differing:
+        raise InvalidInputError(
+            "expected a run of the same machine, threads and dtype; it had "
+            f"{'; '.join(differing)}; --force compares all the same"
+        )
+
+
+def compare(old: Document, new: Document) -> list[Change]:
     """Match the rows of two runs by case and side; the fastest variants are compared.
 
     Args:
-        old: the run to compare with.
+        old: the run to compare with; `require_same` says whether that makes sense.
         new: the run in question.
-        force: whether to compare runs of different machines, threads or dtypes too.
 
     Raises:
-        InvalidInputError: the runs are not of one machine, or have no row in common.
+        InvalidInputError: the runs have no row in common.
     """
-    differing = [
-        f"{name} {getattr(old.machine, name)!r}, now {getattr(new.machine, name)!r}"
-        for name in _SAME
-        if getattr(old.machine, name) != getattr(new.machine, name)
-    ]
-    if differing and not force:
-        raise InvalidInputError(
-            f"expected a run of the same machine, threads and dtype; it had "
-            f"{'; '.join(differing)}; --force compares all the same"
-        )
     found = []
     for case, side in dict.fromkeys((row.case, row.side) for row in new.rows):
         before, after = old.fastest(case, side), new.fastest(case, side)

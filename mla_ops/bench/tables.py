@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from mla_ops.bench.peers import DENSE, PAGED
 from mla_ops.bench.runner import Row
 from mla_ops.errors import InvalidInputError
 
-__all__ = ["Grid", "changes", "grids", "insert", "markdown", "notes"]
+__all__ = ["Grid", "changes", "grids", "insert", "markdown", "notes", "require_marks"]
 
 _OURS = (DENSE, PAGED)
 _TITLES = {
@@ -220,11 +219,33 @@ def insert(path: Path, page: Path) -> None:
     Raises:
         InvalidInputError: the page has no such marks, or `path` is not the JSON of a run.
     """
+    before, after = _around(path, page)
+    page.write_text(f"{before}\n\n{markdown(path, page)}\n{after}", "utf-8")
+
+
+def require_marks(path: Path, page: Path) -> None:
+    """Refuse a page that `insert` would refuse, before anything is measured.
+
+    Args:
+        path: of the JSON, which need not be there.
+        page: Markdown.
+
+    Raises:
+        InvalidInputError: the page cannot be read, or has no marks.
+    """
+    _around(path, page)
+
+
+def _around(path: Path, page: Path) -> tuple[str, str]:
+    """Return a page up to and from the marks of a run, the marks included."""
     name = Path(os.path.relpath(path, page.parent)).as_posix()
     begin, end = f"<!-- bench: {name} -->", "<!-- bench: end -->"
-    text = page.read_text("utf-8")
-    marked = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
-    if not marked.search(text):
-        raise InvalidInputError(f"{page}: expected the lines {begin} and {end}, found none")
-    rendered = f"{begin}\n\n{markdown(path, page)}\n{end}"
-    page.write_text(marked.sub(lambda _: rendered, text, count=1), "utf-8")
+    try:
+        text = page.read_text("utf-8")
+    except OSError as error:
+        raise InvalidInputError(f"{page}: expected a page: {error}") from error
+    before, first, rest = text.partition(begin)
+    _, last, after = rest.partition(end)
+    if not last:
+        raise InvalidInputError(f"{page}: expected {begin} and behind it {end}, found none")
+    return before + first, last + after
