@@ -341,6 +341,12 @@ def test_limits_are_those_of_the_clock():
     limits = machine_limits(_Clock(), torch.float32)
     assert limits == Limits(128 * 2**20 / 1e-3, 2 * 2048**3 / 1e-3, "float32")
 
+    class Slow(_Clock):
+        def time(self, runs: Any, seconds: float) -> Timing:
+            return Timing.of([0.5])
+
+    assert machine_limits(Slow(), torch.float32).matmul == 2 * 1024**3 / 0.5
+
 
 TINY = PagedCase(LITE, 2, 90, 1, 40, 70)
 

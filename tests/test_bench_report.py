@@ -213,7 +213,7 @@ def command(monkeypatch):
     cases = (SMALL, CacheCase("gather", LITE, 64))
     monkeypatch.setattr("mla_ops.bench.timing._MOST_COPIES", 2)
     monkeypatch.setattr("mla_ops.bench.limits._CPU_BYTES", 2**20)
-    monkeypatch.setattr("mla_ops.bench.limits._CPU_SIDE", 64)
+    monkeypatch.setattr("mla_ops.bench.limits._CPU_SIDES", (64,))
     monkeypatch.setattr("mla_ops.bench.command.QUICK", cases)
     monkeypatch.setattr("mla_ops.bench.command.SCRATCH", (AttentionCase(LITE, 1, 16, 64),))
     monkeypatch.setattr("mla_ops.bench.command.MIXED", TINY)

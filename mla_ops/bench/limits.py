@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,8 +13,9 @@ from mla_ops.bench.timing import Clock
 
 __all__ = ["Limits", "machine_limits"]
 
-_CPU_BYTES, _CPU_SIDE = 128 * 2**20, 2048  # larger than the caches; long enough for full speed
-_CUDA_BYTES, _CUDA_SIDE = 2**30, 8192
+_CPU_BYTES, _CUDA_BYTES = 128 * 2**20, 2**30  # larger than the caches
+_CPU_SIDES, _CUDA_SIDES = (1024, 2048), (4096, 8192)
+_SLOW = 0.1  # seconds of a product: a larger one would take long and be no faster
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Limits:
 
     Attributes:
         bandwidth: bytes per second: of reading on a CPU, of a copy (read and written) on a GPU.
-        matmul: FLOPs per second of a large square matmul in `dtype`.
+        matmul: FLOPs per second of large square matmuls in `dtype`.
         dtype: of the matmul.
     """
 
@@ -41,8 +44,6 @@ def machine_limits(clock: Clock, dtype: torch.dtype = torch.bfloat16) -> Limits:
     on_cpu = device.type == "cpu"
     rows = torch.ones((_CPU_BYTES if on_cpu else _CUDA_BYTES) // 4, device=device)
     target = rows if on_cpu else torch.empty_like(rows)
-    side = _CPU_SIDE if on_cpu else _CUDA_SIDE
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
 
     def move() -> Tensor:
         return rows.sum() if on_cpu else target.copy_(rows)
@@ -50,6 +51,17 @@ def machine_limits(clock: Clock, dtype: torch.dtype = torch.bfloat16) -> Limits:
     moved = rows.numel() * rows.itemsize * (1 if on_cpu else 2)
     return Limits(
         bandwidth=moved / clock.time([move], 0.5).best,
-        matmul=2 * side**3 / clock.time([lambda: torch.mm(a, b)], 0.5).best,
+        matmul=_matmul(clock, dtype, _CPU_SIDES if on_cpu else _CUDA_SIDES),
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _matmul(clock: Clock, dtype: torch.dtype, sides: Sequence[int]) -> float:
+    rate = 0.0
+    for side in sides:
+        a, b = (torch.randn(side, side, device=clock.device).to(dtype) for _ in range(2))
+        seconds = clock.time([partial(torch.mm, a, b)], 0.5).best
+        rate = max(rate, 2 * side**3 / seconds)
+        if seconds > _SLOW:
+            break
+    return rate

@@ -51,7 +51,7 @@ class Peer(ABC):
 
     def memory(self, case: Case) -> int:
         """Return the bytes that one prepared copy of a case and a call take, at most."""
-        return 2 * case.bytes
+        return 3 * case.bytes
 
     @abstractmethod
     def prepare(self, problem: Problem) -> Run:
