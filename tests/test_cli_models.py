@@ -232,7 +232,7 @@ def test_shrinking_keeps_what_decides_which_code_runs() -> None:
             "n_group": None,
             "num_experts_per_tok": None,
             "rope_interleave": True,
-            "rope_parameters": {"rope_theta": 1e4, "mrope_section": [6, 5, 5]},
+            "rope_parameters": {"mrope_section": [6, 5, 5], "long_factor": [*range(16)]},
             "per_layer_config": {"02": {"kv_lora_rank": 1024}, "03": {"kv_lora_rank": 1024}},
             "id2label": {0: "a"},
         }
@@ -254,10 +254,19 @@ def test_shrinking_keeps_what_decides_which_code_runs() -> None:
         "n_group": None,
         "num_experts_per_tok": 4,
         "rope_interleave": True,
-        "rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+        "rope_parameters": {"mrope_section": [1, 1, 0], "long_factor": [0, 1]},
         "per_layer_config": {"02": {"kv_lora_rank": 128}},
         "id2label": {0: "a"},
     }
+
+
+def test_a_config_that_cannot_be_made_small(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "deepseek_v3", "hidden_act": "nosuch"}))
+    with pytest.raises(
+        InvalidInputError, match=r"a small deepseek_v3 model cannot be built.*nosuch"
+    ):
+        load_model(str(config))
 
 
 def test_a_small_model_has_every_kind_of_layer() -> None:

@@ -172,11 +172,17 @@ def _load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> 
 def _build_small(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """Build the language model alone: the vision tower of a composite model is left out."""
     text = config.get_text_config()
-    small = type(text).from_dict(shrink(text.to_dict()))
     auto = AutoModelForCausalLM if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return in_dtype(auto.from_config(small, dtype=torch.float32), dtype)
+        try:
+            small = type(text).from_dict(shrink(text.to_dict()))
+            model = auto.from_config(small, dtype=torch.float32)
+        except (LookupError, RuntimeError, TypeError, ValueError, StrictDataclassError) as error:
+            raise InvalidInputError(
+                f"a small {text.model_type} model cannot be built, only a real one: {error}"
+            ) from error
+    return in_dtype(model, dtype)
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

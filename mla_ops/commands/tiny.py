@@ -59,10 +59,8 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
             small[key] = value[:kept]
     if per_layer := small.get("per_layer_config"):
         small["per_layer_config"] = {k: v for k, v in per_layer.items() if int(k) < kept}
-    if sections := (small.get("rope_parameters") or {}).get("mrope_section"):
-        small["rope_parameters"]["mrope_section"] = _portions(
-            sections, small["qk_rope_head_dim"] // 2
-        )
+    if isinstance(rope := small.get("rope_parameters"), dict):
+        small["rope_parameters"] = _fit_rope(rope, config, small)
     if "initializer_range" in small:
         small["initializer_range"] = 2 / small["hidden_size"] ** 0.5
     return small
@@ -90,6 +88,20 @@ def _layers_to_keep(config: Mapping[str, Any], layers: int) -> int:
         if isinstance(value, list) and len(value) == layers and len(set(value)) <= _MOST_KINDS:
             kept = max(kept, 1 + max(map(value.index, set(value)), default=0))
     return min(kept, layers, _MOST_LAYERS)
+
+
+def _fit_rope(
+    rope: dict[str, Any], config: Mapping[str, Any], small: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Cut what holds one number per rotary frequency, and the sections that add up to them all."""
+    old, new = (sizes.get("qk_rope_head_dim", 0) // 2 for sizes in (config, small))
+    fitted = {
+        key: value[:new] if isinstance(value, list) and len(value) == old else value
+        for key, value in rope.items()
+    }
+    if sections := rope.get("mrope_section"):
+        fitted["mrope_section"] = _portions(sections, new)
+    return fitted
 
 
 def _portions(parts: list[int], total: int) -> list[int]:
