@@ -23,6 +23,7 @@ __all__ = [
     "Rows",
     "as_bytes",
     "check_blocks",
+    "check_rows",
     "flat_rows",
 ]
 
@@ -113,14 +114,11 @@ class GivenRows(NamedTuple):
         return ExpandedRows(*(t[keys].to(compute) for t in self))
 
 
-def flat_rows(kv_cache: Tensor) -> tuple[Tensor, int]:
-    """View a paged cache as rows.
+def check_rows(kv_cache: Tensor) -> int:
+    """Return the rows from one block of a paged cache to the next.
 
     Args:
         kv_cache: `[num_blocks, block_size, L+R]`.
-
-    Returns:
-        `[rows, L+R]`, the same memory, and the rows from one block to the next.
 
     Raises:
         InvalidInputError: rows are not contiguous, or blocks not a whole number of rows apart.
@@ -134,7 +132,23 @@ def flat_rows(kv_cache: Tensor) -> tuple[Tensor, int]:
             f"whole number of rows apart; got shape {tuple(kv_cache.shape)} with strides "
             f"{kv_cache.stride()}"
         )
-    pitch = stride // width
+    return stride // width
+
+
+def flat_rows(kv_cache: Tensor) -> tuple[Tensor, int]:
+    """View a paged cache as rows.
+
+    Args:
+        kv_cache: `[num_blocks, block_size, L+R]`.
+
+    Returns:
+        `[rows, L+R]`, the same memory, and the rows from one block to the next.
+
+    Raises:
+        InvalidInputError: as `check_rows`.
+    """
+    num_blocks, block_size, width = kv_cache.shape
+    pitch = check_rows(kv_cache)
     total = (num_blocks - 1) * pitch + block_size if num_blocks else 0
     return kv_cache.as_strided((total, width), (width, 1), kv_cache.storage_offset()), pitch
 

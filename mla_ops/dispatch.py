@@ -279,6 +279,7 @@ _registry: dict[str, _Entry] = {
     "triton": _Entry(
         _lazy("mla_ops.kernels.triton.backend", "TritonBackend"), True, frozenset({"cuda"})
     ),
+    "cpu": _Entry(_lazy("mla_ops.kernels.cpu.backend", "CpuBackend"), True, frozenset({"cpu"})),
     "tiled": _Entry(_lazy("mla_ops.kernels.tiled", "TiledBackend"), True),
     "reference": _Entry(_lazy("mla_ops.reference_backend", "ReferenceBackend"), False),
 }
@@ -291,7 +292,7 @@ def available_backends() -> tuple[str, ...]:
     Example:
         >>> import mla_ops
         >>> mla_ops.available_backends()
-        ('triton', 'tiled', 'reference')
+        ('triton', 'cpu', 'tiled', 'reference')
     """
     return tuple(_registry)
 

@@ -49,6 +49,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("marked gpu, and torch sees no CUDA device")
 
 
+@pytest.fixture(scope="module", params=["cpu", "tiled"])
+def either_cpu_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What `auto` takes on a CPU: the native kernels, or the tiled backend where there are none."""
+    from native import has_native
+
+    from mla_ops import dispatch
+
+    if request.param == "cpu" and not has_native():
+        pytest.skip("no C++ compiler")
+    registry = dict(dispatch._registry)
+    if request.param != "cpu":
+        del registry["cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_registry", registry)
+        dispatch._select.cache_clear()
+        yield request.param
+    dispatch._select.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _same_start_for_every_test() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)

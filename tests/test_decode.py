@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from families import in_a_fresh_process
+from native import either_backend
 
 import mla_ops
 from mla_ops import MLADims
+
+pytestmark = either_backend
 
 DIMS = MLADims(3, 20, 10, 6, 14)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from native import has_native
 from torch import Tensor
 
 import mla_ops
@@ -21,6 +22,7 @@ from mla_ops.reference_backend import ReferenceBackend
 from mla_ops.testing import DIMS, attention_inputs
 
 CALL = Call("mla_attention", "cpu", torch.float32)
+FAST = "cpu" if has_native() else "tiled"
 MARK = 42.0  # the lse of a toy backend, by which it is known
 
 
@@ -71,20 +73,21 @@ def unavailable(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def test_auto_prefers_the_fast_backend() -> None:
-    assert mla_ops.available_backends() == ("triton", "tiled", "reference")
-    assert select(CALL).name == "tiled"
+    assert mla_ops.available_backends() == ("triton", "cpu", "tiled", "reference")
+    assert select(CALL).name == FAST
+    assert select(CALL._replace(dtype=torch.float64)).name == "tiled"
 
 
 def test_auto_never_takes_the_oracle() -> None:
     with pytest.raises(mla_ops.UnsupportedInputError) as caught:
         select(CALL._replace(dtype=torch.int32))
-    assert list(caught.value.reasons) == ["triton", "tiled"]
+    assert list(caught.value.reasons) == ["triton", "cpu", "tiled"]
 
 
 def test_a_backend_of_ten_lines() -> None:
     assert isinstance(Toy(), Backend) is False  # it has no backward, and needs none
     mla_ops.register_backend(Toy())
-    assert mla_ops.available_backends() == ("toy", "triton", "tiled", "reference")
+    assert mla_ops.available_backends() == ("toy", "triton", "cpu", "tiled", "reference")
     assert toy_took_it()
     out, _ = attend()
     assert out.shape == (1, 3, 2, 12)
@@ -93,7 +96,7 @@ def test_a_backend_of_ten_lines() -> None:
 def test_the_newest_backend_comes_first_and_others_fill_in() -> None:
     mla_ops.register_backend(Toy())
     mla_ops.register_backend(Picky())
-    assert mla_ops.available_backends() == ("picky", "toy", "triton", "tiled", "reference")
+    assert mla_ops.available_backends() == ("picky", "toy", "triton", "cpu", "tiled", "reference")
     assert select(CALL).name == "toy"
     assert select(CALL._replace(dtype=torch.float16)).name == "picky"
     assert select(CALL._replace(op="mla_attention_backward")).name == "tiled"
@@ -135,7 +138,7 @@ def test_a_refusal_lists_every_reason_of_every_backend(monkeypatch: pytest.Monke
     with pytest.raises(mla_ops.UnsupportedInputError) as caught:
         select(Call("mla_paint", "cpu", torch.int8))
     reasons = caught.value.reasons
-    assert list(reasons) == ["broken", "picky", "triton", "tiled"]
+    assert list(reasons) == ["broken", "picky", "triton", "cpu", "tiled"]
     assert "cannot be loaded" in reasons["broken"][0]
     assert reasons["picky"] == [
         "has no mla_paint, only mla_attention",
@@ -143,7 +146,7 @@ def test_a_refusal_lists_every_reason_of_every_backend(monkeypatch: pytest.Monke
     ]
     assert reasons["tiled"][0].startswith("has no mla_paint, only gather_kv_cache, merge_attn_s")
     assert reasons["triton"] == ["is asked on cuda only, unless by name"]
-    assert len(str(caught.value).splitlines()) == 5
+    assert len(str(caught.value).splitlines()) == 6
 
 
 def test_capabilities_give_reasons() -> None:
@@ -181,7 +184,7 @@ def test_the_block_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> No
     with mla_ops.use_backend("reference"):
         assert not toy_took_it()
         with mla_ops.use_backend("auto"):
-            assert select(CALL).name == "tiled"
+            assert select(CALL).name == FAST
     assert toy_took_it()
 
 
@@ -195,13 +198,13 @@ def test_blocks_nest_and_end() -> None:
                 names.append(select(CALL).name)
         names.append(select(CALL).name)
     names.append(select(CALL).name)
-    assert names == ["reference", "tiled", "tiled", "reference", "tiled"]
+    assert names == ["reference", "tiled", FAST, "reference", FAST]
 
 
 def test_a_block_ends_with_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), mla_ops.use_backend("reference"):
         raise ZeroDivisionError(select(CALL).name)
-    assert select(CALL).name == "tiled"
+    assert select(CALL).name == FAST
 
 
 def test_a_block_refuses_an_unknown_name_at_once() -> None:
@@ -210,7 +213,7 @@ def test_a_block_refuses_an_unknown_name_at_once() -> None:
         mla_ops.use_backend("rferecne"),
     ):
         pytest.fail("the block must not start")
-    assert select(CALL).name == "tiled"
+    assert select(CALL).name == FAST
 
 
 def test_a_block_as_a_decorator() -> None:
@@ -218,7 +221,7 @@ def test_a_block_as_a_decorator() -> None:
     def name() -> str:
         return select(CALL).name
 
-    assert [name(), name(), select(CALL).name] == ["reference", "reference", "tiled"]
+    assert [name(), name(), select(CALL).name] == ["reference", "reference", FAST]
 
 
 def test_threads_choose_for_themselves() -> None:
@@ -235,7 +238,7 @@ def test_threads_choose_for_themselves() -> None:
         assert handed_over.result() == "reference"
         assert select(CALL).name == "reference"
     for name, names in zip(["tiled", "reference"] * 4, found, strict=True):
-        assert names == ["tiled", *[name] * 50]
+        assert names == [FAST, *[name] * 50]
 
 
 def test_the_block_holds_for_a_backward_inside_of_it() -> None:
@@ -315,7 +318,7 @@ def test_a_backend_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(mla_ops.BackendUnavailableError, match=reason):
         attend()
     monkeypatch.setenv("MLA_OPS_BACKEND", "auto")
-    assert select(CALL).name == "tiled"
+    assert select(CALL).name == FAST
 
 
 def test_a_fault_inside_a_backend_is_not_a_refusal() -> None:

@@ -13,9 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native import either_backend
 
 import mla_ops
 from mla_ops import merge_attn_states
+
+pytestmark = either_backend
 
 INF, NAN = float("inf"), float("nan")
 HALVES = [torch.float16, torch.bfloat16]

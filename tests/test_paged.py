@@ -14,10 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native import either_backend
 from torch import Tensor
 
 import mla_ops
 from mla_ops import MLADims, MLAMetadata, build_metadata, reference, reorder_batch
+
+pytestmark = either_backend
 
 DIMS = MLADims(3, 20, 10, 6, 14)  # 31 new tokens and more are expanded
 SCALE = 0.37  # not 1 / sqrt(P + R)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native import either_backend
 from torch import Tensor
 
 import mla_ops
@@ -18,6 +19,8 @@ from mla_ops import (
     dispatch,
     validation_paged,
 )
+
+pytestmark = either_backend
 
 HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 3, 20, 10, 6, 14, 4
 WIDTH = RANK + ROPE

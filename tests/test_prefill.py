@@ -12,9 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native import either_backend
 
 import mla_ops
 from mla_ops.dims import split_kv_b
+
+pytestmark = either_backend
 
 INF, NAN = float("inf"), float("nan")
 SCALE = 0.31  # not 1 / sqrt(P + R)

@@ -1,0 +1,314 @@
+"""The CPU backend: what the native kernels need to know, and nothing else.
+
+Sources: absorption, DeepSeek-V2 (arXiv:2405.04434); tiles and online softmax, FlashAttention-2
+(arXiv:2307.08691); spans of keys, Flash-Decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mla_ops.dims import MLADims
+from mla_ops.dispatch import (
+    OPS,
+    AttentionOptions,
+    Call,
+    Capabilities,
+    PagedBatch,
+    PagedLimits,
+)
+from mla_ops.errors import InvalidInputError
+from mla_ops.kernels.cpu import build
+from mla_ops.kernels.rows import check_rows
+
+__all__ = ["CpuBackend"]
+
+_MOST_KEYS = 1 << 20
+_MASKS = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn the native module's refusals into this package's."""
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidInputError(str(error)) from None
+
+
+def _lined(tensor: Tensor) -> Tensor:
+    """Return a tensor whose rows are contiguous; the kernels take any other strides."""
+    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _expand_above(dims: MLADims) -> int:
+    """Return how many new tokens of a request are still absorbed."""
+    return 1 << 40 if math.isinf(dims.expand_threshold) else int(dims.expand_threshold)
+
+
+def _paged_dims(query: Tensor, w_kv_b: Tensor, kv_cache: Tensor) -> MLADims:
+    heads, rank = query.shape[1], w_kv_b.shape[1]
+    rope = kv_cache.shape[2] - rank
+    nope = query.shape[2] - rope
+    return MLADims(heads, rank, nope, rope, w_kv_b.shape[0] // heads - nope)
+
+
+def _results(query: Tensor, value_width: int) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    lse = query.new_full((heads, tokens), float("-inf"), dtype=torch.float32)
+    return query.new_zeros(tokens, heads, value_width), lse
+
+
+class CpuBackend:
+    """Attention in C++, with torch's matrix micro-kernels; see `kernels/cpu/*.h`.
+
+    Raises:
+        ImportError: the native kernels cannot be had here.
+    """
+
+    name = "cpu"
+    capabilities = Capabilities(
+        ops=OPS - {"mla_attention_backward"},
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        devices=frozenset({"cpu"}),
+    )
+
+    def __init__(self) -> None:
+        self._native = build.load()
+        self._has_bfloat16 = self._native.takes_bfloat16()
+
+    def describe(self) -> str:
+        """Return how this machine multiplies: one line for a person."""
+        if torch.cpu._is_amx_tile_supported() and self._has_bfloat16:
+            units = "bf16 by AMX"
+        else:
+            units = "bf16 by AVX512-BF16" if self._has_bfloat16 else "16-bit inputs in fp32"
+        return f"{torch.backends.cpu.get_cpu_capability()}, {units}; {build.library_path()}"
+
+    def not_supported_reasons(self, call: Call) -> list[str]:
+        """Return why this backend cannot take `call`."""
+        return self.capabilities.not_supported_reasons(call)
+
+    def _in_bfloat16(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16 and self._has_bfloat16
+
+    def mla_attention(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `out` `[B, H, S, V]` and `lse` `[B, H, S]`, both fresh and contiguous."""
+        batch, heads, num_queries, width = query.shape
+        rope, keys = k_pe.shape[2], kv_c.shape[1]
+        nope = width - rope
+        dims = MLADims(heads, kv_c.shape[2], nope, rope, w_kv_b.shape[0] // heads - nope)
+        mask, bounds, sinks = options.attn_mask, options.kv_bounds, options.sinks
+        if mask is not None:
+            mask = mask.float() if mask.dtype not in _MASKS else mask
+            mask = mask.expand(batch, heads, num_queries, keys)
+        out = query.new_empty(batch, heads, num_queries, dims.v_head_dim)
+        lse = query.new_empty((batch, heads, num_queries), dtype=torch.float32)
+        self._native.attention(
+            _lined(query),
+            _lined(kv_c),
+            _lined(k_pe),
+            _lined(w_kv_b),
+            mask,
+            None if bounds is None else bounds.contiguous(),
+            None if sinks is None else sinks.float().contiguous(),
+            options.softmax_scale,
+            options.is_causal,
+            options.workspace_tokens or _MOST_KEYS,
+            self._in_bfloat16(query.dtype),
+            _expand_above(dims),
+            torch.get_num_threads(),
+            out,
+            lse,
+        )
+        return out, lse
+
+    def mla_prefill(
+        self,
+        query: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]` of ragged attention over expanded keys and values."""
+        del max_seqlen_q, max_seqlen_k  # the lengths themselves are read
+        out, lse = _results(query, value.shape[2])
+        with _refusing():
+            self._native.prefill(
+                _lined(query),
+                _lined(k_nope),
+                _lined(k_pe),
+                _lined(value),
+                cu_seqlens_q.contiguous(),
+                cu_seqlens_k.contiguous(),
+                softmax_scale,
+                is_causal,
+                self._in_bfloat16(query.dtype),
+                torch.get_num_threads(),
+                out,
+                lse,
+            )
+        return out, lse
+
+    def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the cache too."""
+        return self._paged(query, None, None, w_kv_b, batch, batch.seq_lens.shape[0])
+
+    def mla_chunked_prefill(
+        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, batch: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the activations."""
+        return self._paged(query, _lined(kv_c), _lined(k_pe), w_kv_b, batch, 0)
+
+    def mla_paged_attention(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        w_kv_b: Tensor,
+        batch: PagedBatch,
+        num_decodes: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]` of a mixed batch, decodes first."""
+        return self._paged(query, _lined(kv_c), _lined(k_pe), w_kv_b, batch, num_decodes)
+
+    def _paged(
+        self,
+        query: Tensor,
+        kv_c: Tensor | None,
+        k_pe: Tensor | None,
+        w_kv_b: Tensor,
+        batch: PagedBatch,
+        cached: int,
+    ) -> tuple[Tensor, Tensor]:
+        check_rows(batch.kv_cache)
+        dims = _paged_dims(query, w_kv_b, batch.kv_cache)
+        out, lse = _results(query, dims.v_head_dim)
+        starts, lens = batch.cu_seqlens_q, batch.seq_lens
+        if batch.host is not None:
+            starts, lens = batch.host.unbind()
+        with _refusing():
+            self._native.paged(
+                _lined(query),
+                kv_c,
+                k_pe,
+                _lined(w_kv_b),
+                batch.kv_cache,
+                _lined(batch.block_table),
+                starts.contiguous(),
+                lens.contiguous(),
+                batch.kv_scale,
+                cached,
+                batch.softmax_scale,
+                batch.workspace_tokens or _MOST_KEYS,
+                self._in_bfloat16(query.dtype),
+                _expand_above(dims),
+                torch.get_num_threads(),
+                out,
+                lse,
+            )
+        return out, lse
+
+    def paged_bytes(self, dims: MLADims, limits: PagedLimits) -> dict[str, int]:
+        """Return the bytes that the worst call within the limits holds at once, by part."""
+        scratch = self._native.worst_bytes(
+            dims.num_heads,
+            dims.kv_lora_rank,
+            dims.qk_nope_head_dim,
+            dims.qk_rope_head_dim,
+            dims.v_head_dim,
+            limits.num_tokens,
+            limits.workspace_tokens,
+            self._in_bfloat16(limits.dtype),
+            _expand_above(dims),
+            torch.get_num_threads(),
+        )
+        per_token = dims.v_head_dim * limits.dtype.itemsize + torch.float32.itemsize
+        return {"results": limits.num_tokens * dims.num_heads * per_token, "scratch": scratch}
+
+    def merge_attn_states(
+        self,
+        prefix_out: Tensor,
+        prefix_lse: Tensor,
+        suffix_out: Tensor,
+        suffix_lse: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """Write the merged result into `out` and return its lse `[H, T]`."""
+        lse = torch.empty(prefix_lse.shape, dtype=torch.float32)
+        target = _lined(out)
+        self._native.merge(
+            _lined(prefix_out),
+            prefix_lse,
+            _lined(suffix_out),
+            suffix_lse,
+            target,
+            lse,
+            torch.get_num_threads(),
+        )
+        if target is not out:
+            out.copy_(target)
+        return lse
+
+    def update_kv_cache(
+        self,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_scale: Tensor | None,
+    ) -> None:
+        """Write new rows into the cache; slots below 0 are skipped."""
+        check_rows(kv_cache)
+        with _refusing():
+            self._native.update_cache(
+                _lined(kv_c),
+                _lined(k_pe),
+                kv_cache,
+                slot_mapping.contiguous(),
+                kv_scale,
+                torch.get_num_threads(),
+            )
+
+    def gather_kv_cache(
+        self,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_k: Tensor,
+        seq_starts: Tensor,
+        workspace: Tensor,
+        kv_scale: Tensor | None,
+    ) -> None:
+        """Copy cached rows into the workspace."""
+        check_rows(kv_cache)
+        target = _lined(workspace)
+        with _refusing():
+            self._native.gather(
+                kv_cache,
+                _lined(block_table),
+                cu_seqlens_k.contiguous(),
+                seq_starts.contiguous(),
+                target,
+                kv_scale,
+                torch.get_num_threads(),
+            )
+        if target is not workspace:
+            workspace.copy_(target)
