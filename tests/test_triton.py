@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_ops
-from mla_ops.dispatch import Call, PagedLimits, select
+from mla_ops.dispatch import AttentionOptions, Call, PagedLimits, select
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -26,7 +27,7 @@ from mla_ops.kernels.triton.configs import ARCHS, Arch, Config
 from mla_ops.kernels.triton.problems import PROBLEMS, paged_batch
 
 HERE = Path(__file__).parent
-SUITES = ("dense", "paged", "cache")
+SUITES = ("dense", "backward", "paged", "cache")
 CALL = Call("mla_attention", "cuda", torch.bfloat16)
 
 
@@ -77,7 +78,7 @@ assert not [name for name in sys.modules if name.startswith("mla_ops.kernels.tri
 
 def test_auto_takes_it_on_a_gpu_only() -> None:
     assert select(CALL).name == "triton"
-    assert select(CALL._replace(device="cpu")).name == "tiled"
+    assert select(CALL._replace(device="cpu")).name != "triton"
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
@@ -96,14 +97,41 @@ def test_what_it_does_not_take_has_a_reason() -> None:
     assert list(caught.value.reasons) == ["triton"]
 
 
-def test_its_missing_backward_is_visible() -> None:
-    """By name a backward is refused; `auto` takes the tiled formula, which runs anywhere."""
-    call = CALL._replace(op="mla_attention_backward")
-    reasons = mla_ops.get_backend("triton").not_supported_reasons(call)
-    assert reasons == ["backward: not on this backend yet"]
-    assert select(call).name == "tiled"
-    with mla_ops.use_backend("triton"), pytest.raises(mla_ops.UnsupportedInputError, match="yet"):
-        select(call)
+def test_it_takes_the_backward_of_its_forward() -> None:
+    assert select(CALL._replace(op="mla_attention_backward")).name == "triton"
+
+
+class Created(TorchDispatchMode):
+    """The sizes of the tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.bytes.add(result.untyped_storage().nbytes())
+        return result
+
+
+def test_scratch_of_a_backward_does_not_grow_with_the_context() -> None:
+    """What is made beside the gradients is bounded by the workspace."""
+    dims, backend = PRESETS["deepseek-v2-lite"], mla_ops.get_backend("triton")
+    found = []
+    for keys in (4096, 32_768):
+        out = torch.empty(1, dims.num_heads, 64, dims.v_head_dim, device="meta")
+        query = torch.empty(1, dims.num_heads, 64, dims.qk_head_dim, device="meta")
+        rows = [torch.empty(1, keys, n, device="meta") for n in (512, 64)]
+        weight = torch.empty(dims.expanded_dim, dims.kv_lora_rank, device="meta")
+        options = AttentionOptions(None, None, None, 0.1, True, 1024)
+        with launch.recording(), Created() as created:
+            backend.mla_attention_backward(
+                out, None, query, *rows, weight, out, out[..., 0], options
+            )
+        found.append(created.bytes - {row.nbytes for row in rows})
+    assert found[0] == found[1]
+    assert max(found[0]) == 1024 * dims.expanded_dim * 4
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)

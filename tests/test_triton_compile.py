@@ -107,12 +107,24 @@ def test_the_main_loop_is_the_first_one_that_multiplies() -> None:
     assert [lines[n].split()[0] for n in loop] == [".L_x_1:", "HMMA.16816.F32", "STL"]
 
 
+def test_without_matrix_units_it_is_the_first_one_of_many_products() -> None:
+    body = " FFMA R1, R2, R3, R1 ;\n"
+    few, many = (f".L_x_{n}:\n{body * n} BRA `(.L_x_{n}) ;\n" for n in (8, 64))
+    lines = (few + many).splitlines()
+    places = {f".L_x_{n}": lines.index(f".L_x_{n}:") for n in (8, 64)}
+    jumps = [(lines.index(f" BRA `(.L_x_{n}) ;"), f".L_x_{n}") for n in (8, 64)]
+    assert aot._main_loop(lines, places, jumps).start == places[".L_x_64"]
+
+
 @pytest.mark.parametrize("target", sorted(ARCHS))
 def test_every_target_has_units_of_every_kernel(target: str) -> None:
     found = list(aot.units([target]))
     kernels = {unit.kernel for unit in found}
     assert kernels == {
         "mla_absorbed_kernel",
+        "mla_backward_keys_kernel",
+        "mla_backward_queries_kernel",
+        "mla_backward_rows_kernel",
         "mla_cache_gather_kernel",
         "mla_cache_write_kernel",
         "mla_expanded_kernel",

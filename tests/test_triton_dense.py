@@ -22,7 +22,8 @@ from mla_ops.kernels.triton.configs import Arch, Config
 from mla_ops.testing import DIMS, attention_inputs, conformance_cases
 
 CASES = {case.name: case for case in conformance_cases()}
-LONG = ("prefill-tiles", "prefill-no-rope", "prefill-mask-of-heads", "extend-strided")
+LONG = ("decode-bounds", "prefill-tiles", "prefill-no-rope", "prefill-mask-of-heads")
+LONG += ("extend-strided",)
 HALF = ("decode", "decode-strided", "decode-sinks", "extend-causal-mask", "extend-additive")
 HALF += ("prefill", "prefill-rope-only", "no-keys", "all-masked")
 

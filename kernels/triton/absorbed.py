@@ -203,12 +203,9 @@ def _launch_absorbed(
         SINKS=rules.sinks is not None,
         FP8=keys.kv_scale is not None,
         SPLIT=stats is not None,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
         BLOCK_L=padded(latent),
         BLOCK_R=padded(rope),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options(),
     )
 
 

@@ -184,6 +184,12 @@ def _main_loop(listing: list[str], places: dict[str, int], jumps: list[tuple[int
     """Return the lines of the first innermost loop that multiplies matrices."""
     loops = [range(places[label], line) for line, label in jumps if places.get(label, line) < line]
     with_products = [loop for loop in loops if any(_MATRIX.search(listing[line]) for line in loop)]
+    if not with_products:  # a kernel of fp32
+        with_products = [
+            loop
+            for loop in loops
+            if sum(bool(_PRODUCT.search(listing[line])) for line in loop) >= _MANY_PRODUCTS
+        ]
     innermost = [
         loop
         for loop in with_products

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from mla_ops.dims import MLADims
 from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch, PagedLimits
-from mla_ops.kernels.triton import cache, dense, memory, merge, paged
+from mla_ops.kernels.triton import cache, dense, dense_backward, memory, merge, paged
 from mla_ops.kernels.triton.primitives import INTERPRETED
 
 __all__ = ["TritonBackend"]
-
-_REASONS = {"mla_attention_backward": "backward: not on this backend yet"}
 
 
 class TritonBackend:
@@ -20,15 +18,13 @@ class TritonBackend:
 
     name = "triton"
     capabilities = Capabilities(
-        ops=OPS - _REASONS.keys(),
+        ops=OPS,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         devices=frozenset({"cpu", "cuda"} if INTERPRETED.value else {"cuda"}),
     )
 
     def not_supported_reasons(self, call: Call) -> list[str]:
         """Return why this backend cannot take `call`."""
-        if call.op in _REASONS:
-            return [_REASONS[call.op]]
         reasons = self.capabilities.not_supported_reasons(call)
         if call.device == "cpu" and not INTERPRETED.value:
             reasons.append("TRITON_INTERPRET=1, set before triton is imported, runs it on a CPU")
@@ -57,8 +53,10 @@ class TritonBackend:
         lse: Tensor,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Refuse: `not_supported_reasons` says so, and dispatch asks it first."""
-        raise NotImplementedError(_REASONS["mla_attention_backward"])
+        """Return the gradients of query, kv_c, k_pe, w_kv_b and sinks (empty without sinks)."""
+        return dense_backward.attention_backward(
+            grad_out, grad_lse, query, kv_c, k_pe, w_kv_b, out, lse, options
+        )
 
     def mla_prefill(
         self,

@@ -24,6 +24,7 @@ __all__ = [
     "Config",
     "absorbed_configs",
     "arch_of",
+    "backward_configs",
     "block_ids",
     "every_config",
     "expanded_configs",
@@ -53,6 +54,11 @@ class Config(NamedTuple):
     def __str__(self) -> str:
         """Write it as the tables do."""
         return f"{self.block_m}x{self.block_n} w{self.num_warps} st{self.num_stages}"
+
+    def options(self) -> dict[str, int]:
+        """Return it as options of a launch."""
+        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+        return dict(zip(names, self, strict=True))
 
 
 class Arch(NamedTuple):
@@ -151,6 +157,11 @@ _EXPANDED: tuple[Config, ...] = (
 _EXPANDED_WIDE = (Config(128, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 2))
 _EXPANDED_FP32 = (Config(32, 16, 8, 2), Config(16, 16, 4, 1))
 _EXPANDED_HIP: tuple[Config, ...] = (Config(128, 32, 4, 1), Config(64, 32, 4, 1))
+_BACKWARD: tuple[Config, ...] = (Config(32, 32, 4, 2),)
+_BACKWARD_LARGE = (Config(64, 64, 8, 2), Config(32, 64, 8, 2))
+_BACKWARD_WIDE = (Config(32, 32, 8, 2),)
+_BACKWARD_FP32 = (Config(16, 16, 8, 2),)
+_BACKWARD_HIP = (Config(32, 32, 4, 1), Config(16, 16, 4, 1))
 _FEW_ROWS = Config(16, 16, 4, 1)
 _OFFERS = 2
 _LARGE = ("sm90", "sm100")
@@ -227,12 +238,38 @@ def expanded_configs(
     return offered[:_OFFERS] or [_FEW_ROWS]
 
 
+@functools.cache
+def backward_configs(
+    nope: int, rope: int, value: int, itemsize: int, masked: bool, arch: Arch
+) -> list[Config]:
+    """Return the tile sizes offered for the two kernels of the backward, best first.
+
+    Args:
+        nope: P.
+        rope: R.
+        value: V.
+        itemsize: bytes of an element.
+        masked: whether there is an attention mask.
+        arch: of the device.
+    """
+    table = _BACKWARD_LARGE if arch.name in _LARGE and not masked else _BACKWARD
+    if padded(value) > 128:
+        table = _BACKWARD_WIDE
+    if itemsize > 2:
+        table = _BACKWARD_FP32
+    if arch.is_hip:
+        table = _BACKWARD_HIP
+    width = (padded(nope) if nope else 0) + (padded(rope) if rope else 0) + padded(value)
+    offered = [c for c in table if _fits(c, arch, width * itemsize, width * itemsize)]
+    return offered[:_OFFERS] or [_FEW_ROWS]
+
+
 @contextmanager
 def override(kind: str, config: Config) -> Iterator[None]:
     """Use one configuration for every kernel of a kind, for tests and measurements.
 
     Args:
-        kind: `absorbed` or `expanded`.
+        kind: `absorbed`, `expanded`, `backward_keys` or `backward_queries`.
         config: the tile sizes.
     """
     _forced[kind] = config
@@ -262,7 +299,7 @@ def run_chosen(
     """Run a call with the tile sizes chosen for it.
 
     Args:
-        kind: `absorbed` or `expanded`.
+        kind: as for `override`.
         key: what the choice may depend on, hashable; the lengths of a batch are no part of it.
         offered: what fits, best first.
         run: launches the kernel.

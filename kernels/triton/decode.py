@@ -21,6 +21,7 @@ from mla_ops.kernels.triton.primitives import (
     dot,
     finish,
     from_e4m3,
+    key_bounds,
     load_tile,
     online_softmax,
     visibility,
@@ -168,8 +169,7 @@ def _key_range(
     elif KEYS == NEW:
         high = queries
     if BOUNDS:
-        high = tl.minimum(tl.maximum(tl.load(bounds_ptr + request * 2 + 1), 0), num_keys)
-        low = tl.minimum(tl.maximum(tl.load(bounds_ptr + request * 2), 0), high)
+        low, high = key_bounds(bounds_ptr, request, low, num_keys)
     return low, high
 
 

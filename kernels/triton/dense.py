@@ -13,7 +13,7 @@ from mla_ops.kernels.triton.launch import unit
 from mla_ops.kernels.triton.prefill import Expanded, State, attend_expanded
 from mla_ops.kernels.triton.project import halves, project, widths
 
-__all__ = ["attention"]
+__all__ = ["attention", "chunk_of_keys", "rules_of"]
 
 _CHUNK_TOKENS = 16_384
 
@@ -40,13 +40,28 @@ def attention(
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if not lse.numel():
         return out, lse
-    rules = _rules(options)
+    rules = rules_of(options)
     form = _expanded if queries > dims.expand_threshold else _absorbed
     form(query, kv_c, k_pe, w_kv_b, dims, rules, options.workspace_tokens, out, lse)
     return out, lse
 
 
-def _rules(options: AttentionOptions) -> Rules:
+def chunk_of_keys(batch: int, workspace_tokens: int | None) -> int:
+    """Return how many keys of each request are expanded at once.
+
+    Args:
+        batch: B.
+        workspace_tokens: what the caller grants to all requests together, None for the default.
+    """
+    return max(1, (workspace_tokens or _CHUNK_TOKENS) // max(1, batch))
+
+
+def rules_of(options: AttentionOptions) -> Rules:
+    """Return who sees whom, as the kernels take it.
+
+    Args:
+        options: of the call.
+    """
     mask, bounds, sinks = options.attn_mask, options.kv_bounds, options.sinks
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
@@ -111,7 +126,7 @@ def _expanded(
     """Project some keys at a time; the running softmax goes from launch to launch."""
     batch, heads, queries, _ = query.shape
     keys = kv_c.shape[1]
-    chunk = max(1, (workspace_tokens or _CHUNK_TOKENS) // max(1, batch))
+    chunk = chunk_of_keys(batch, workspace_tokens)
     nope, width = dims.qk_nope_head_dim, dims.v_head_dim
     state = State.empty(heads, batch * queries, width, query) if keys > chunk else None
     for begin in range(0, max(keys, 1), chunk):

@@ -25,6 +25,8 @@ from mla_ops.kernels.triton.primitives import (
     dot,
     find_block,
     finish,
+    key_bounds,
+    key_span,
     load_tile,
     online_softmax,
     visibility,
@@ -180,19 +182,12 @@ def mla_expanded_kernel(
     if first >= queries:
         return
     if BOUNDS:
-        high = tl.minimum(tl.maximum(tl.load(bounds_ptr + request * 2 + 1), 0), num_keys)
-        low = tl.maximum(low, tl.minimum(tl.load(bounds_ptr + request * 2), high))
-    reach = high - queries  # query i sees keys up to reach + i
-    stop = tl.minimum(high, last)
-    whole = stop
-    if CAUSAL:
-        stop = tl.minimum(stop, reach + tl.minimum(first + BLOCK_M, queries))
-        whole = tl.minimum(whole, reach + first + 1)
+        low, high = key_bounds(bounds_ptr, request, low, num_keys)
+    reach = high - queries
+    end = tl.minimum(high, last)
+    whole, stop = key_span(low, end, reach, first, queries, CAUSAL, MASK, BLOCK_M, BLOCK_N)
     if (CONTINUES and not FINAL) and low >= stop:
         return
-    whole = low + tl.maximum(whole - low, 0) // BLOCK_N * BLOCK_N
-    if MASK != NO_MASK:
-        whole = low
 
     query = first + tl.arange(0, BLOCK_M)
     row_ok = query < queries
@@ -284,6 +279,23 @@ class Expanded(NamedTuple):
     key_begin: int = 0
     num_keys: int = 0
 
+    def key_strides(self) -> tuple[int, ...]:
+        """Return the strides of keys, rotary keys and values: batch, head, token."""
+        key, rope, value = self[1:4]
+        batches = (0, 0, 0) if self.cu_q is not None else (t.stride(0) for t in (key, rope, value))
+        of_key, of_rope, of_value = batches
+        return (
+            *(of_key, key.stride(-2), key.stride(-3)),
+            *(of_rope, rope.stride(-2)),
+            *(of_value, value.stride(-2), value.stride(-3)),
+        )
+
+    def widths(self) -> dict[str, int]:
+        """Return the constants of a kernel that follow from shapes."""
+        sizes = {"P": self.key.shape[-1], "R": self.rope.shape[-1], "V": self.value.shape[-1]}
+        blocks = {f"BLOCK_{name}": padded(size) for name, size in sizes.items()}
+        return {"H": self.value.shape[-2], **sizes, **blocks}
+
 
 class State(NamedTuple):
     """A softmax between two launches.
@@ -358,9 +370,6 @@ def _launch_expanded(
         blocks = requests * cdiv(most, config.block_m)
         q_strides = query.stride()[:3]
         out_strides = (0, 0, 0) if out is None else out.stride()[:3]
-    k_strides, v_strides = (  # batch, head, token
-        (0 if ragged else t.stride(0), t.stride(-2), t.stride(-3)) for t in (key, value)
-    )
     launch(
         mla_expanded_kernel,
         (blocks, heads),
@@ -387,18 +396,12 @@ def _launch_expanded(
         given.key_begin + key.shape[-3],
         given.first_token,
         *q_strides,
-        *k_strides,
-        0 if ragged else rope.stride(0),
-        rope.stride(-2),
-        *v_strides,
+        *given.key_strides(),
         *out_strides,
         0 if ragged or lse is None else lse.stride(0),
         0 if lse is None else lse.stride(-2),
         *rules.mask_strides(),
-        H=heads,
-        P=key.shape[-1],
-        R=rope.shape[-1],
-        V=value.shape[-1],
+        **given.widths(),
         RAGGED=ragged,
         CAUSAL=rules.is_causal,
         MASK=rules.mask_kind,
@@ -406,11 +409,5 @@ def _launch_expanded(
         SINKS=rules.sinks is not None and out is not None,
         CONTINUES=state is not None,
         FINAL=out is not None,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_P=padded(key.shape[-1]),
-        BLOCK_R=padded(rope.shape[-1]),
-        BLOCK_V=padded(value.shape[-1]),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options(),
     )

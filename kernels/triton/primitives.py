@@ -16,8 +16,11 @@ __all__ = [
     "find_block",
     "finish",
     "from_e4m3",
+    "key_bounds",
+    "key_span",
     "load_tile",
     "online_softmax",
+    "probabilities",
     "to_e4m3",
     "visibility",
 ]
@@ -98,6 +101,39 @@ def load_tile(
 
 
 @triton.jit
+def key_bounds(bounds_ptr, request, low, num_keys):
+    """Return the first key of a request, not below `low`, and the end of its keys."""
+    high = tl.minimum(tl.maximum(tl.load(bounds_ptr + request * 2 + 1), 0), num_keys)
+    return tl.maximum(low, tl.minimum(tl.load(bounds_ptr + request * 2), high)), high
+
+
+@triton.jit
+def key_span(
+    low,
+    end,
+    reach,
+    first,
+    queries,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return where the tiles end that all queries from `first` on see whole, and where keys end.
+
+    Query `i` sees keys from `low` up to `end`, and with the causal rule up to `reach + i`.
+    """
+    whole, stop = end, end
+    if CAUSAL:
+        stop = tl.minimum(stop, reach + tl.minimum(first + BLOCK_M, queries))
+        whole = tl.minimum(whole, reach + first + 1)
+    whole = low + tl.maximum(whole - low, 0) // BLOCK_N * BLOCK_N
+    if MASK != NO_MASK:
+        whole = low
+    return whole, stop
+
+
+@triton.jit
 def visibility(visible, pointers, stop_ok, MASK: tl.constexpr):
     """Join an attention mask `[M, N]` to `visible`.
 
@@ -132,6 +168,14 @@ def online_softmax(scores, top, total, NATURAL: tl.constexpr):
         weights = tl.exp2(scores - base[:, None])
         factor = tl.exp2(top - base)
     return weights, factor, new_top, total * factor + tl.sum(weights, 1)
+
+
+@triton.jit
+def probabilities(scores, lse, bias, visible, NATURAL: tl.constexpr, MASKED: tl.constexpr):
+    """Turn scaled scores into probabilities; those of hidden keys are 0."""
+    if MASKED:
+        scores = tl.where(visible, scores + bias, float("-inf"))
+    return tl.exp2((scores - lse) * LOG2E if NATURAL else scores - lse)
 
 
 @triton.jit

@@ -98,29 +98,59 @@ def _paged(dims: MLADims, query_lens: list[int], num_decodes: int) -> Callable[[
     return run
 
 
+def _options(
+    dims: MLADims, batch: int, new: int, keys: int, mask: torch.dtype | None, bounds: bool
+) -> AttentionOptions:
+    """Options of a dense call; an additive mask comes with sinks."""
+    return AttentionOptions(
+        None if mask is None else _new(batch, 1, new, keys, dtype=mask),
+        _ints(batch, 2) if bounds else None,
+        _new(dims.num_heads) if mask == _BF16 else None,
+        0.1,
+        True,
+        None,
+    )
+
+
 def _dense(
     dims: MLADims,
     new: int,
     keys: int = 4096,
     mask: torch.dtype | None = None,
     bounds: bool = False,
-    sinks: bool = False,
 ) -> Callable[[], object]:
     def run() -> None:
-        options = AttentionOptions(
-            None if mask is None else _new(256, 1, new, keys, dtype=mask),
-            _ints(256, 2) if bounds else None,
-            _new(dims.num_heads) if sinks else None,
-            0.1,
-            True,
-            None,
-        )
         _backend.mla_attention(
             _new(256, dims.num_heads, new, dims.qk_head_dim),
             _new(256, keys, dims.kv_lora_rank),
             _new(256, keys, dims.qk_rope_head_dim),
             _weight(dims),
-            options,
+            _options(dims, 256, new, keys, mask, bounds),
+        )
+
+    return run
+
+
+def _backward(
+    dims: MLADims,
+    batch: int = 2,
+    mask: torch.dtype | None = None,
+    bounds: bool = False,
+    dtype: torch.dtype = _BF16,
+) -> Callable[[], object]:
+    def run() -> None:
+        out = _new(batch, dims.num_heads, 4096, dims.v_head_dim, dtype=dtype)
+        lse = _new(batch, dims.num_heads, 4096, dtype=torch.float32)
+        _backend.mla_attention_backward(
+            out,
+            lse,
+            _new(batch, dims.num_heads, 4096, dims.qk_head_dim, dtype=dtype),
+            _new(batch, 4096, dims.kv_lora_rank, dtype=dtype),
+            _new(batch, 4096, dims.qk_rope_head_dim, dtype=dtype),
+            _weight(dims, dtype),
+            out,
+            lse,
+            _options(dims, batch, 4096, 4096, mask, bounds),
         )
 
     return run
@@ -201,11 +231,19 @@ PROBLEMS: Mapping[str, Callable[[], object]] = MappingProxyType(
         "dense decode": _dense(_LITE, 1),
         "dense decode, bounds": _dense(_LITE, 1, bounds=True),
         "dense decode, bool mask": _dense(_LITE, 1, mask=torch.bool),
-        "dense decode, additive mask, sinks": _dense(_LITE, 1, mask=_BF16, sinks=True),
+        "dense decode, additive mask, sinks": _dense(_LITE, 1, mask=_BF16),
         "dense prefill": _dense(_LITE, 512),
         "dense prefill, bounds": _dense(_LITE, 512, bounds=True),
         "dense prefill, bool mask": _dense(_LITE, 512, mask=torch.bool),
-        "dense prefill, additive mask, sinks": _dense(_LITE, 512, mask=_BF16, sinks=True),
+        "dense prefill, additive mask, sinks": _dense(_LITE, 512, mask=_BF16),
+        "backward": _backward(_LITE),
+        "backward, chunks": _backward(_LITE, 256),
+        "backward, bounds": _backward(_LITE, bounds=True),
+        "backward, bool mask": _backward(_LITE, mask=torch.bool),
+        "backward, additive mask, sinks": _backward(_LITE, mask=_BF16),
+        "backward, GLM": _backward(_GLM),
+        "backward, MiniCPM3": _backward(_SMALL),
+        "backward, fp32": _backward(_LITE, dtype=torch.float32),
         "short extends": _paged(_LITE, [1, 8, 8], 1),
         "chunked prefill": _paged(_LITE, [600, 600], 0),
         "prefill": _prefill(_LITE, True),
