@@ -179,7 +179,7 @@ def notes(document: Document) -> list[str]:
     kept = {(row.case, row.side) for row in document.rows}
     reasons: dict[str, list[str]] = {}
     for left in document.left_out:
-        if left.side is None or (left.case, left.side) not in kept:
+        if (left.case, left.side) not in kept:
             who = "not run" if left.side is None else f"{left.side} left out"
             reasons.setdefault(f"{who}: {left.reason}", []).append(left.case)
     lines += [f"{reason}: {', '.join(dict.fromkeys(cases))}" for reason, cases in reasons.items()]
