@@ -6,6 +6,7 @@ Sources: absorption, DeepSeek-V2 (arXiv:2405.04434); tiles and online softmax, F
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,16 +47,17 @@ def _lined(tensor: Tensor) -> Tensor:
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _expand_above(dims: MLADims) -> int:
+@functools.lru_cache(maxsize=64)
+def _expand_above(heads: int, rank: int, nope: int, rope: int, value: int) -> int:
     """Return how many new tokens of a request are still absorbed."""
+    dims = MLADims(heads, rank, nope, rope, value)
     return 1 << 40 if math.isinf(dims.expand_threshold) else int(dims.expand_threshold)
 
 
-def _paged_dims(query: Tensor, w_kv_b: Tensor, kv_cache: Tensor) -> MLADims:
-    heads, rank = query.shape[1], w_kv_b.shape[1]
-    rope = kv_cache.shape[2] - rank
-    nope = query.shape[2] - rope
-    return MLADims(heads, rank, nope, rope, w_kv_b.shape[0] // heads - nope)
+def _widths(query: Tensor, w_kv_b: Tensor, rope: int) -> tuple[int, int, int, int, int]:
+    """Return H, L, P, R and V, for a query `[..., P+R]` whose heads are dimension 1."""
+    heads, nope = query.shape[1], query.shape[-1] - rope
+    return heads, w_kv_b.shape[1], nope, rope, w_kv_b.shape[0] // heads - nope
 
 
 def _results(query: Tensor, value_width: int) -> tuple[Tensor, Tensor]:
@@ -106,15 +108,13 @@ class CpuBackend:
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor]:
         """Return `out` `[B, H, S, V]` and `lse` `[B, H, S]`, both fresh and contiguous."""
-        batch, heads, num_queries, width = query.shape
-        rope, keys = k_pe.shape[2], kv_c.shape[1]
-        nope = width - rope
-        dims = MLADims(heads, kv_c.shape[2], nope, rope, w_kv_b.shape[0] // heads - nope)
+        batch, heads, num_queries, _ = query.shape
+        widths = _widths(query, w_kv_b, k_pe.shape[2])
         mask, bounds, sinks = options.attn_mask, options.kv_bounds, options.sinks
         if mask is not None:
             mask = mask.float() if mask.dtype not in _MASKS else mask
-            mask = mask.expand(batch, heads, num_queries, keys)
-        out = query.new_empty(batch, heads, num_queries, dims.v_head_dim)
+            mask = mask.expand(batch, heads, num_queries, kv_c.shape[1])
+        out = query.new_empty(batch, heads, num_queries, widths[-1])
         lse = query.new_empty((batch, heads, num_queries), dtype=torch.float32)
         self._native.attention(
             _lined(query),
@@ -128,7 +128,7 @@ class CpuBackend:
             options.is_causal,
             options.workspace_tokens or _MOST_KEYS,
             self._in_bfloat16(query.dtype),
-            _expand_above(dims),
+            _expand_above(*widths),
             torch.get_num_threads(),
             out,
             lse,
@@ -200,8 +200,8 @@ class CpuBackend:
         cached: int,
     ) -> tuple[Tensor, Tensor]:
         check_rows(batch.kv_cache)
-        dims = _paged_dims(query, w_kv_b, batch.kv_cache)
-        out, lse = _results(query, dims.v_head_dim)
+        widths = _widths(query, w_kv_b, batch.kv_cache.shape[2] - w_kv_b.shape[1])
+        out, lse = _results(query, widths[-1])
         starts, lens = batch.cu_seqlens_q, batch.seq_lens
         if batch.host is not None:
             starts, lens = batch.host.unbind()
@@ -220,7 +220,7 @@ class CpuBackend:
                 batch.softmax_scale,
                 batch.workspace_tokens or _MOST_KEYS,
                 self._in_bfloat16(query.dtype),
-                _expand_above(dims),
+                _expand_above(*widths),
                 torch.get_num_threads(),
                 out,
                 lse,
@@ -229,16 +229,19 @@ class CpuBackend:
 
     def paged_bytes(self, dims: MLADims, limits: PagedLimits) -> dict[str, int]:
         """Return the bytes that the worst call within the limits holds at once, by part."""
-        scratch = self._native.worst_bytes(
+        widths = (
             dims.num_heads,
             dims.kv_lora_rank,
             dims.qk_nope_head_dim,
             dims.qk_rope_head_dim,
             dims.v_head_dim,
+        )
+        scratch = self._native.worst_bytes(
+            *widths,
             limits.num_tokens,
             limits.workspace_tokens,
             self._in_bfloat16(limits.dtype),
-            _expand_above(dims),
+            _expand_above(*widths),
             torch.get_num_threads(),
         )
         per_token = dims.v_head_dim * limits.dtype.itemsize + torch.float32.itemsize

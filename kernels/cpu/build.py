@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,7 +29,7 @@ __all__ = ["flags", "library_path", "load"]
 
 _SOURCES = Path(__file__).parent
 _LOGGER = logging.getLogger(__name__)
-_COMMON = ("-O3", "-std=c++20", "-fopenmp", "-fno-math-errno")
+_COMMON = ("-O3", "-std=c++20", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
 # What the CPU must have is what torch found, so that torch's own switch for it holds here too.
 _ARCHITECTURES = {
     "AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
@@ -94,7 +95,7 @@ def _compile(target: Path) -> None:
                 is_python_module=False,
             )
             os.replace(Path(folder) / target.name, target)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = str(error).strip().splitlines()
         _LOGGER.warning("the native kernels could not be compiled: %s", error)
         raise ImportError(f"could not be compiled: {reason[0] if reason else error}") from error
