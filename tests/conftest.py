@@ -49,6 +49,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("marked gpu, and torch sees no CUDA device")
 
 
+@pytest.fixture(scope="module")
+def with_one_thread() -> Iterator[None]:
+    """One thread: small tests are slower with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module", params=["cpu", "tiled"])
 def either_cpu_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """What `auto` takes on a CPU: the native kernels, or the tiled backend where there are none."""

@@ -13,7 +13,7 @@ import pytest
 
 from mla_ops.kernels.cpu import build
 
-__all__ = ["either_backend", "has_native", "needs_native"]
+__all__ = ["either_backend", "has_native", "needs_native", "one_thread"]
 
 
 @functools.cache
@@ -31,3 +31,4 @@ def has_native() -> bool:
 
 needs_native = pytest.mark.skipif("not __import__('native').has_native()", reason="no C++ compiler")
 either_backend = pytest.mark.usefixtures("either_cpu_backend")
+one_thread = pytest.mark.usefixtures("with_one_thread")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native import either_backend
+from native import either_backend, one_thread
 from torch import Tensor
 
 import mla_ops
@@ -20,21 +20,13 @@ from mla_ops import build_metadata, dispatch, gather_kv_cache, update_kv_cache
 from mla_ops.bench import peak_bytes
 from mla_ops.kernels.tiled import TiledBackend
 
-pytestmark = either_backend
+pytestmark = [either_backend, one_thread]
 
 RANK, ROPE, NOPE, VALUE, HEADS, BLOCK = 20, 6, 10, 14, 3, 4
 WIDTH, SCALE, NAN = RANK + ROPE, 0.37, float("nan")
 FP8 = torch.float8_e4m3fn
 CACHES = [torch.bfloat16, torch.float16, torch.float32, FP8]
 OPS = torch.ops.mla_ops
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def int32(values):

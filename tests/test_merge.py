@@ -13,24 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native import either_backend
+from native import either_backend, one_thread
 
 import mla_ops
 from mla_ops import merge_attn_states
 
-pytestmark = either_backend
+pytestmark = [either_backend, one_thread]
 
 INF, NAN = float("inf"), float("nan")
 HALVES = [torch.float16, torch.bfloat16]
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def attention(scores, values):

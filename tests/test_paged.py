@@ -14,13 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import either_backend
+from native import either_backend, one_thread
 from torch import Tensor
 
 import mla_ops
 from mla_ops import MLADims, MLAMetadata, build_metadata, reference, reorder_batch
 
-pytestmark = either_backend
+pytestmark = [either_backend, one_thread]
 
 DIMS = MLADims(3, 20, 10, 6, 14)  # 31 new tokens and more are expanded
 SCALE = 0.37  # not 1 / sqrt(P + R)
@@ -30,14 +30,6 @@ FP8 = torch.float8_e4m3fn
 # Decodes; then a prompt, a long and three short extends, and a request without new tokens.
 QUERY_LENS = [1, 1, 1, 4, 40, 2, 7, 1, 0]
 CONTEXTS = [9, 64, 1, 0, 33, 70, 16, 0, 5]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

@@ -12,24 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import either_backend
+from native import either_backend, one_thread
 
 import mla_ops
 from mla_ops.dims import split_kv_b
 
-pytestmark = either_backend
+pytestmark = [either_backend, one_thread]
 
 INF, NAN = float("inf"), float("nan")
 SCALE = 0.31  # not 1 / sqrt(P + R)
 HEADS, NOPE, ROPE, VALUE = 3, 10, 6, 14
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def cu(lens):
