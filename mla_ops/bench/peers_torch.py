@@ -12,7 +12,6 @@ from mla_ops.bench.ours import problem_of
 from mla_ops.bench.peers import DENSE, Peer, expanded_bytes
 from mla_ops.bench.problems import AttentionProblem, Problem
 from mla_ops.bench.timing import Run
-from mla_ops.dims import split_kv_b
 
 __all__ = ["TorchSDPA", "Transformers", "expand"]
 
@@ -33,16 +32,16 @@ def _sdpa(problem: AttentionProblem, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def expand(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    """Return keys `[B, T, H, P+R]` and values `[B, T, H, V]`.
+    """Return keys `[B, T, H, P+R]` and values `[B, T, H, V]`, a view, by `kv_b_proj`.
 
     Args:
         problem: whose latents.
     """
     dims = problem.case.dims
-    w_uk, w_uv = split_kv_b(problem.w_kv_b, dims.num_heads, dims.qk_nope_head_dim)
-    nope = torch.einsum("btl,hpl->bthp", problem.kv_c, w_uk)
+    both = torch.nn.functional.linear(problem.kv_c, problem.w_kv_b)
+    both = both.view(*both.shape[:2], dims.num_heads, -1)
+    nope, value = both.split([dims.qk_nope_head_dim, dims.v_head_dim], dim=-1)
     rope = problem.k_pe[:, :, None].expand(-1, -1, dims.num_heads, -1)
-    value = torch.einsum("btl,hvl->bthv", problem.kv_c, w_uv)
     return torch.cat([nope, rope], dim=-1), value
 
 

@@ -230,7 +230,7 @@ class VllmExpanded(_Vllm):
 
         def run() -> Tensor:
             key, value = (t.flatten(0, 1) for t in expand(dense))
-            out = torch.empty_like(value)
+            out = query.new_empty(value.shape)
             extend(query, key, value, out, buffer, buffer[..., : value.shape[-1]])
             return out.view(case.batch, case.new, *out.shape[1:]).transpose(1, 2)
 
