@@ -109,12 +109,16 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not compare_with_stock(loaded.model, loaded.prompt(8, 0), 1).agrees
 
 
-def test_nan_is_a_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_a_wrong_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.mla_attention
     monkeypatch.setattr(
         attention, "mla_attention", lambda *a, **k: (right(*a, **k)[0] * float("nan"), None)
     )
-    assert "off" in invoke("check", "minicpm3", "--new-tokens", "0", status=1)
+    data = tmp_path / "check.json"
+    shown = invoke("check", "minicpm3", "--new-tokens", "0", "--json", str(data), status=1)
+    assert " off " in shown
+    (part,) = json.loads(data.read_text("utf-8"))["parts"]
+    assert (part["error"], part["agrees"]) == (None, False)
 
 
 def test_without_fp64_the_difference_decides(monkeypatch: pytest.MonkeyPatch) -> None:

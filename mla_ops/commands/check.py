@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from mla_ops.commands.options import Device, DtypeName, JsonPath, ModelName, Rea
 from mla_ops.commands.output import check_outputs, table, write_json
 
 if TYPE_CHECKING:
-    from mla_ops.commands.agreement import Agreement
+    from mla_ops.commands.agreement import Agreement, Part
     from mla_ops.commands.models import LoadedModel
     from mla_ops.hf import PatchReport
 
@@ -110,8 +111,17 @@ def _document(loaded: LoadedModel, result: Agreement) -> dict[str, object]:
         "tiny": loaded.tiny,
         "agrees": result.agrees,
         "stock": result.implementation,
-        "parts": [asdict(part) | {"agrees": part.agrees} for part in result.parts],
+        "parts": [_flat(part) for part in result.parts],
         "tokens": list(result.tokens),
         "same_tokens": result.same_tokens,
         "layers": [asdict(layer) for layer in result.report.layers],
     }
+
+
+def _flat(part: Part) -> dict[str, object]:
+    """Return the figures of a part; JSON has no NaN, so it has null for one."""
+    figures = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(part).items()
+    }
+    return {**figures, "agrees": part.agrees}
