@@ -22,10 +22,18 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import MLADims
-from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch, PagedLimits
+from mla_ops.dispatch import (
+    OPS,
+    AttentionOptions,
+    Call,
+    Capabilities,
+    PagedBatch,
+    PagedLimits,
+    RaggedBatch,
+)
 from mla_ops.kernels import tiled_memory, tiled_paged
 from mla_ops.kernels.attend import attend, form_from_latents
-from mla_ops.kernels.rows import DenseRows, GivenRows
+from mla_ops.kernels.rows import DenseRows
 from mla_ops.kernels.tiled_backward import Gradients, attend_backward
 from mla_ops.kernels.tiling import Job, Request, Visibility, compute_dtype, plan_tiles
 
@@ -144,25 +152,9 @@ class TiledBackend:
         dq, dc, dp, dw = (g.to(query.dtype) for g in grads)
         return dq, dc, dp, dw, grad_sinks
 
-    def mla_prefill(
-        self,
-        query: Tensor,
-        k_nope: Tensor,
-        k_pe: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def mla_prefill(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]` of ragged attention over expanded keys and values."""
-        del max_seqlen_q, max_seqlen_k  # the lengths themselves are read
-        given = GivenRows(k_nope, k_pe, value)
-        return tiled_paged.ragged_prefill(
-            query, given, cu_seqlens_q, cu_seqlens_k, softmax_scale, is_causal
-        )
+        return tiled_paged.ragged_prefill(batch)
 
     def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the cache too."""

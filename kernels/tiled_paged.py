@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import MLADims, stat_dtype
-from mla_ops.dispatch import PagedBatch
+from mla_ops.dispatch import PagedBatch, RaggedBatch
 from mla_ops.errors import InvalidInputError
 from mla_ops.kernels.attend import Expanded, attend, attend_together, form_from_latents
 from mla_ops.kernels.rows import (
@@ -201,31 +201,21 @@ def _attend_group(
         attend(request_of(i), form_of, None, job, out[tokens].transpose(0, 1), lse[:, tokens])
 
 
-def ragged_prefill(
-    query: Tensor,
-    given: GivenRows,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor]:
+def ragged_prefill(batch: RaggedBatch) -> tuple[Tensor, Tensor]:
     """Attend to keys and values that are expanded already.
 
     Args:
-        query: `[T, H, P+R]`.
-        given: keys and values of all requests.
-        cu_seqlens_q: `[num_reqs + 1]`.
-        cu_seqlens_k: `[num_reqs + 1]`.
-        softmax_scale: factor on the scores.
-        is_causal: bottom-right aligned causal rule.
+        batch: query `[T, H, P+R]`, k_nope `[K, H, P]`, k_pe `[K, R]`, value `[K, H, V]`, and where
+            each request begins, which says the longest ones too.
 
     Returns:
         `[T, H, V]` and `[H, T]`; tokens of no request are 0 and -inf.
     """
+    query, given = batch.query, GivenRows(batch.k_nope, batch.k_pe, batch.value)
     tokens, heads, width = query.shape
     rope, value = given.rope.shape[1], given.value.shape[2]
     dims = MLADims(heads, 1, width - rope, rope, value)  # no latent takes part
-    starts, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    starts, keys = batch.cu_seqlens_q.tolist(), batch.cu_seqlens_k.tolist()
     _check_spans("cu_seqlens_q", starts, tokens)
     _check_spans("cu_seqlens_k", keys, given.rope.shape[0])
     out, lse = _empty_results(query, value)
@@ -239,12 +229,12 @@ def ragged_prefill(
         converts=False,
         expand=True,
     )
-    job = Job(dims, plan, softmax_scale, query, compute)
+    job = Job(dims, plan, batch.softmax_scale, query, compute)
     for q, k in zip(map(slice, *_spans(starts)), map(slice, *_spans(keys)), strict=True):
         visibility = Visibility(
             q.stop - q.start,
             k.stop - k.start,
-            is_causal=is_causal,
+            is_causal=batch.is_causal,
             mask=None,
             bounds=None,
             device=query.device,

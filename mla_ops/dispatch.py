@@ -30,6 +30,7 @@ __all__ = [
     "Capabilities",
     "PagedBatch",
     "PagedLimits",
+    "RaggedBatch",
     "SizedBackend",
     "available_backends",
     "get_backend",
@@ -116,6 +117,21 @@ class AttentionOptions(NamedTuple):
     workspace_tokens: int | None
 
 
+class RaggedBatch(NamedTuple):
+    """Ragged requests with expanded keys and values; see `mla_ops.mla_prefill`."""
+
+    query: Tensor
+    k_nope: Tensor
+    k_pe: Tensor
+    value: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    is_causal: bool
+
+
 class PagedBatch(NamedTuple):
     """A batch over a paged cache; see `mla_ops.mla_paged_attention`."""
 
@@ -187,19 +203,7 @@ class Backend(Protocol):
         """Return the gradients of query, kv_c, k_pe, w_kv_b and sinks (empty without sinks)."""
         ...
 
-    def mla_prefill(
-        self,
-        query: Tensor,
-        k_nope: Tensor,
-        k_pe: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def mla_prefill(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Return `out` `[T, H, V]` and `lse` `[H, T]`."""
         ...
 

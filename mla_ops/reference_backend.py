@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_ops import reference
 from mla_ops.dims import stat_dtype
-from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch
+from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch, RaggedBatch
 
 __all__ = ["ReferenceBackend"]
 
@@ -94,32 +94,20 @@ class ReferenceBackend:
         spans = [slice(begin, end) for begin, end in pairwise(cu_seqlens_q.tolist())]
         return query.new_zeros(tokens, heads, values), lse, spans
 
-    def mla_prefill(
-        self,
-        query: Tensor,
-        k_nope: Tensor,
-        k_pe: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def mla_prefill(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]`, request by request."""
-        del max_seqlen_q, max_seqlen_k
-        out, lse, spans = self._ragged(query, value.shape[2], cu_seqlens_q)
-        for q, (begin, end) in zip(spans, pairwise(cu_seqlens_k.tolist()), strict=True):
+        query, value = batch.query, batch.value
+        out, lse, spans = self._ragged(query, value.shape[2], batch.cu_seqlens_q)
+        for q, (begin, end) in zip(spans, pairwise(batch.cu_seqlens_k.tolist()), strict=True):
             k = slice(begin, end)
-            heads = query.shape[1]
-            key = torch.cat([k_nope[k], k_pe[k, None].expand(-1, heads, -1)], dim=-1)
+            shared = batch.k_pe[k, None].expand(-1, query.shape[1], -1)
+            key = torch.cat([batch.k_nope[k], shared], dim=-1)
             result = reference.attend(
                 query[q].transpose(0, 1)[None],
                 key.transpose(0, 1)[None],
                 value[k].transpose(0, 1)[None],
-                softmax_scale=softmax_scale,
-                is_causal=is_causal,
+                softmax_scale=batch.softmax_scale,
+                is_causal=batch.is_causal,
             )
             out[q], lse[:, q] = result.out[0].transpose(0, 1), result.lse[0]
         return out, lse

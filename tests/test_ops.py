@@ -399,7 +399,8 @@ def test_the_backend_is_chosen_by_the_argument_that_is_computed_with() -> None:
     args = (torch.zeros(1), torch.zeros(1, dtype=torch.int8))
     with pytest.raises(mla_ops.UnsupportedInputError, match="mla_attention of int8 on cpu"):
         admit(*args)
-    assert isinstance(admit(*reversed(args)), dispatch.Backend)
+    call = dispatch.Call("mla_attention", "cpu", torch.float32)
+    assert admit(*reversed(args)) is dispatch.select(call)
 
 
 def test_kinds_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

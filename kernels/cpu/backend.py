@@ -22,6 +22,7 @@ from mla_ops.dispatch import (
     Capabilities,
     PagedBatch,
     PagedLimits,
+    RaggedBatch,
 )
 from mla_ops.errors import InvalidInputError
 from mla_ops.kernels.cpu import build
@@ -135,33 +136,17 @@ class CpuBackend:
         )
         return out, lse
 
-    def mla_prefill(
-        self,
-        query: Tensor,
-        k_nope: Tensor,
-        k_pe: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def mla_prefill(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]` of ragged attention over expanded keys and values."""
-        del max_seqlen_q, max_seqlen_k  # the lengths themselves are read
-        out, lse = _results(query, value.shape[2])
+        out, lse = _results(batch.query, batch.value.shape[2])
         with _refusing():
             self._native.prefill(
-                _lined(query),
-                _lined(k_nope),
-                _lined(k_pe),
-                _lined(value),
-                cu_seqlens_q.contiguous(),
-                cu_seqlens_k.contiguous(),
-                softmax_scale,
-                is_causal,
-                self._in_bfloat16(query.dtype),
+                *(_lined(tensor) for tensor in batch[:4]),
+                batch.cu_seqlens_q.contiguous(),
+                batch.cu_seqlens_k.contiguous(),
+                batch.softmax_scale,
+                batch.is_causal,
+                self._in_bfloat16(batch.query.dtype),
                 torch.get_num_threads(),
                 out,
                 lse,

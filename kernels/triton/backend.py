@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import MLADims
-from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch, PagedLimits
+from mla_ops.dispatch import (
+    OPS,
+    AttentionOptions,
+    Call,
+    Capabilities,
+    PagedBatch,
+    PagedLimits,
+    RaggedBatch,
+)
 from mla_ops.kernels.triton import cache, dense, dense_backward, memory, merge, paged
 from mla_ops.kernels.triton.primitives import INTERPRETED
 
@@ -58,24 +66,9 @@ class TritonBackend:
             grad_out, grad_lse, query, kv_c, k_pe, w_kv_b, out, lse, options
         )
 
-    def mla_prefill(
-        self,
-        query: Tensor,
-        k_nope: Tensor,
-        k_pe: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def mla_prefill(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]` of ragged attention over expanded keys and values."""
-        del max_seqlen_q, max_seqlen_k  # the lengths themselves are read, on the device
-        return paged.ragged_prefill(
-            query, k_nope, k_pe, value, cu_seqlens_q, cu_seqlens_k, softmax_scale, is_causal
-        )
+        return paged.ragged_prefill(batch)
 
     def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the cache too."""

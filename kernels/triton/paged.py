@@ -12,7 +12,7 @@ from torch import Tensor
 from mla_ops import env
 from mla_ops.chunking import plan_chunks
 from mla_ops.dims import MLADims
-from mla_ops.dispatch import PagedBatch
+from mla_ops.dispatch import PagedBatch, RaggedBatch
 from mla_ops.kernels.triton.absorbed import (
     CACHED,
     CONTEXT,
@@ -136,36 +136,22 @@ def _project(
     project(result, w_uv, out.transpose(0, 1), rules.invariant)
 
 
-def ragged_prefill(
-    query: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor]:
+def ragged_prefill(batch: RaggedBatch) -> tuple[Tensor, Tensor]:
     """Attend to keys and values that are expanded already.
 
+    The lengths themselves are read, on the device; the longest ones are not needed.
+
     Args:
-        query: `[T, H, P+R]`.
-        k_nope: `[K, H, P]`.
-        k_pe: `[K, R]`.
-        value: `[K, H, V]`.
-        cu_seqlens_q: `[num_reqs + 1]` int32.
-        cu_seqlens_k: `[num_reqs + 1]` int32.
-        softmax_scale: factor on the scores.
-        is_causal: bottom-right aligned causal rule.
+        batch: query `[T, H, P+R]`, k_nope `[K, H, P]`, k_pe `[K, R]`, value `[K, H, V]`, and where
+            each request begins.
 
     Returns:
         `[T, H, V]` and `[H, T]`; tokens of no request are 0 and -inf.
     """
-    out, lse = _empty_results(query, value.shape[2])
-    given = Expanded(
-        unit(query), unit(k_nope), unit(k_pe), unit(value), unit(cu_seqlens_q), unit(cu_seqlens_k)
-    )
-    attend_expanded(given, _rules(softmax_scale, is_causal), out, lse, None)
+    out, lse = _empty_results(batch.query, batch.value.shape[2])
+    query, key, rope, value, cu_q, cu_k = map(unit, batch[:6])
+    given = Expanded(query, key, rope, value, cu_q, cu_k)
+    attend_expanded(given, _rules(batch.softmax_scale, batch.is_causal), out, lse, None)
     return out, lse
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import PRESETS, MLADims
-from mla_ops.dispatch import AttentionOptions, PagedBatch
+from mla_ops.dispatch import AttentionOptions, PagedBatch, RaggedBatch
 from mla_ops.kernels.triton.backend import TritonBackend
 from mla_ops.kernels.triton.project import halves, project
 
@@ -161,17 +161,13 @@ def _prefill(dims: MLADims, is_causal: bool, dtype: torch.dtype = _BF16) -> Call
         heads, nope = dims.num_heads, dims.qk_nope_head_dim
         # As kv_b_proj leaves them: keys and values are slices of one tensor.
         pair = _new(4096, heads, nope + dims.v_head_dim, dtype=dtype)
+        query = _new(4096, heads, dims.qk_head_dim, dtype=dtype)
+        k_pe, starts = _new(4096, dims.qk_rope_head_dim, dtype=dtype), _ints(9)
         _backend.mla_prefill(
-            _new(4096, heads, dims.qk_head_dim, dtype=dtype),
-            pair[..., :nope],
-            _new(4096, dims.qk_rope_head_dim, dtype=dtype),
-            pair[..., nope:],
-            _ints(9),
-            _ints(9),
-            2048,
-            2048,
-            0.1,
-            is_causal,
+            RaggedBatch(
+                *(query, pair[..., :nope], k_pe, pair[..., nope:], starts, starts),
+                *(2048, 2048, 0.1, is_causal),
+            )
         )
 
     return run

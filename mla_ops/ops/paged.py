@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_ops.dims import stat_dtype
-from mla_ops.dispatch import PagedBatch
+from mla_ops.dispatch import PagedBatch, RaggedBatch
 from mla_ops.errors import UnsupportedInputError
 from mla_ops.ops.library import LIB, admission, needs_autograd
 from mla_ops.validation_paged import (
@@ -101,7 +101,7 @@ def _gather_fake(*args: Any) -> None:
 
 
 def _prefill(*args: Any) -> tuple[Tensor, Tensor]:
-    return _admit_prefill(*args).mla_prefill(*args)
+    return _admit_prefill(*args).mla_prefill(RaggedBatch(*args))
 
 
 def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
