@@ -81,7 +81,8 @@ def _compile(target: Path) -> None:
         from torch.utils import cpp_extension
     except ImportError as error:
         raise ImportError(f"torch.utils.cpp_extension cannot be imported: {error}") from error
-    _LOGGER.info("compiling the native kernels, which takes about half a minute, into %s", target)
+    # No news but a pause of half a minute, in which a user should not be left alone.
+    _LOGGER.warning("compiling the native CPU kernels, once for this machine: %s", target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
