@@ -11,6 +11,7 @@ from torch import Tensor
 from mla_ops import reference
 from mla_ops.dims import stat_dtype
 from mla_ops.dispatch import OPS, AttentionOptions, Call, Capabilities, PagedBatch, RaggedBatch
+from mla_ops.errors import InvalidInputError
 
 __all__ = ["ReferenceBackend"]
 
@@ -185,8 +186,13 @@ class ReferenceBackend:
         kv_scale: Tensor | None,
     ) -> None:
         """Write row by row; slots below 0 are skipped."""
+        slots, limit = slot_mapping.tolist(), kv_cache.shape[0] * kv_cache.shape[1]
+        if slots and max(slots) >= limit:
+            raise InvalidInputError(
+                f"slot_mapping must be below {limit}, the slots of the cache, got {max(slots)}"
+            )
         rows = reference.stored(torch.cat([kv_c, k_pe], dim=-1), kv_cache.dtype, kv_scale)
-        for row, slot in zip(rows, slot_mapping.tolist(), strict=True):
+        for row, slot in zip(rows, slots, strict=True):
             if slot >= 0:
                 kv_cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1]] = row
 

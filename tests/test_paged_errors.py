@@ -295,10 +295,13 @@ def test_indices_outside_of_the_memory_are_refused_on_a_cpu(function, changes, m
         call(function, changes)
 
 
-def test_a_refused_write_changes_nothing():
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_refused_write_changes_nothing(backend):
     cache = torch.zeros(6, BLOCK, WIDTH)
-    with pytest.raises(InvalidInputError, match="slot_mapping"):
-        call("update_kv_cache", {"kv_cache": cache, "slot_mapping": torch.tensor([0, 1, 2, 24])})
+    slots = torch.tensor([0, 1, 2, 24])
+    refused = pytest.raises(InvalidInputError, match="slot_mapping must be below 24.* got 24")
+    with mla_ops.use_backend(backend), refused:
+        call("update_kv_cache", {"kv_cache": cache, "slot_mapping": slots})
     assert not cache.any()
 
 
