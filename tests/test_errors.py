@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from native import needs_native
 from torch import Tensor
 
 import mla_ops
@@ -235,7 +236,7 @@ LEGAL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=needs_native), "tiled", "reference"])
 @pytest.mark.parametrize("name", LEGAL)
 def test_legal_arguments(backend: str, name: str) -> None:
     named = arguments(**LEGAL[name])

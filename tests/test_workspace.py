@@ -233,12 +233,12 @@ def test_a_backend_without_a_formula_is_taken_to_loop_over_chunks(monkeypatch):
 # --- profile -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["tiled", "reference"])
-def test_a_profile_holds_everything_at_once_and_keeps_nothing(backend):
-    need = workspace_bytes(DIMS, limits(), dtype=torch.bfloat16, backend=backend)
+@pytest.mark.parametrize("name", [pytest.param("cpu", marks=needs_native), "tiled", "reference"])
+def test_a_profile_holds_everything_at_once_and_keeps_nothing(name):
+    need = workspace_bytes(DIMS, limits(), dtype=torch.bfloat16, backend=name)
     held = []
     peak = peak_bytes(
-        lambda: held.append(mla_ops.profile(DIMS, limits(), dtype=torch.bfloat16, backend=backend))
+        lambda: held.append(mla_ops.profile(DIMS, limits(), dtype=torch.bfloat16, backend=name))
     )
     assert peak == need.total == held[0].total
     assert held == [need]
