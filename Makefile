@@ -36,6 +36,7 @@ test-gpu: install ## run the tests that need a CUDA device
 check: install types ## lint, formatting, types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/clang-format --dry-run -Werror kernels/cpu/*.h kernels/cpu/*.cpp
 
 # mypy reads neither setuptools' editable finder nor its package-dir mapping, so it gets the
 # sources laid out as they are installed. Paths in its output are those of the installed package.

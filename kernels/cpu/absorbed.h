@@ -12,12 +12,12 @@
 
 namespace mla {
 
-constexpr int64_t kAbsorbedKeys = 128;   // of a tile
-constexpr int64_t kAbsorbedRows = 128;   // tokens x heads of a task
-constexpr int64_t kGroupTokens = 64;     // that the up projections act on at once
-constexpr int64_t kGroupRows = 2048;     // tokens x heads of these
-constexpr int64_t kFewTokens = 4;        // for which W_uv is not worth packing
-constexpr int64_t kLeastSpan = 256;      // keys that are worth a task of their own
+constexpr int64_t kAbsorbedKeys = 128;  // of a tile
+constexpr int64_t kAbsorbedRows = 128;  // tokens x heads of a task
+constexpr int64_t kGroupTokens = 64;    // that the up projections act on at once
+constexpr int64_t kGroupRows = 2048;    // tokens x heads of these
+constexpr int64_t kFewTokens = 4;       // for which W_uv is not worth packing
+constexpr int64_t kLeastSpan = 256;     // keys that are worth a task of their own
 constexpr int64_t kTasksPerThread = 4;
 
 // Tokens [first, first + count) of one request, and where they stand in the group.
@@ -67,16 +67,18 @@ inline void plan_tasks(Group& group, const Dims& dims, int threads) {
   for (const Block& b : blocks) {
     const int64_t padded = round_up(b.rows, kLanes), keys = b.end - b.begin;
     int64_t span = keys;
-    if (threads > 1) span = std::min(keys, std::max(kLeastSpan, round_up(share / padded, kAbsorbedKeys)));
+    if (threads > 1)
+      span = std::min(keys, std::max(kLeastSpan, round_up(share / padded, kAbsorbedKeys)));
     for (int64_t at = 0; at == 0 || at < keys; at += std::max<int64_t>(span, 1)) {
-      group.tasks.push_back(
-          {b.piece, b.row, b.rows, b.begin + at, b.begin + std::min(keys, at + span), group.partial_rows});
+      group.tasks.push_back({b.piece, b.row, b.rows, b.begin + at,
+                             b.begin + std::min(keys, at + span), group.partial_rows});
       group.partial_rows += padded;
     }
   }
 }
 
-inline std::vector<Group> plan_groups(const Batch& batch, const std::vector<const Request*>& requests) {
+inline std::vector<Group> plan_groups(const Batch& batch,
+                                      const std::vector<const Request*>& requests) {
   const int64_t most = group_tokens(batch.dims);
   std::vector<Group> groups;
   for (const Request* request : requests) {
@@ -98,24 +100,25 @@ inline float dot(const BFloat16* a, const BFloat16* b, int64_t n) {
   __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) {
-    even = _mm512_dpbf16_ps(even, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
-    odd = _mm512_dpbf16_ps(odd, (__m512bh)_mm512_loadu_si512(a + i + 32), (__m512bh)_mm512_loadu_si512(b + i + 32));
+    even = _mm512_dpbf16_ps(even, (__m512bh)_mm512_loadu_si512(a + i),
+                            (__m512bh)_mm512_loadu_si512(b + i));
+    odd = _mm512_dpbf16_ps(odd, (__m512bh)_mm512_loadu_si512(a + i + 32),
+                           (__m512bh)_mm512_loadu_si512(b + i + 32));
   }
   for (; i < n; i += 32) {
     const __mmask32 rest = n - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (n - i)) - 1;
-    even = _mm512_dpbf16_ps(
-        even, (__m512bh)_mm512_maskz_loadu_epi16(rest, a + i), (__m512bh)_mm512_maskz_loadu_epi16(rest, b + i));
+    even = _mm512_dpbf16_ps(even, (__m512bh)_mm512_maskz_loadu_epi16(rest, a + i),
+                            (__m512bh)_mm512_maskz_loadu_epi16(rest, b + i));
   }
   return _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
 }
 
-// Adds K q^T to scores [keys, 16 V] for the few rows of a decode: there the keys come from memory, and
-// multiplying takes no longer than reading. So every line that is multiplied asks for one of the next
-// tile, at `ahead[key]`. `words` of a key's width are multiplied; `query` is packed.
+// Adds K q^T to scores [keys, 16 V] for the few rows of a decode: there the keys come from memory,
+// and multiplying takes no longer than reading. So every line that is multiplied asks for one of
+// the next tile, at `ahead[key]`. `words` of a key's width are multiplied; `query` is packed.
 template <int V>
-inline void few_scores(
-    const BFloat16* keys, int64_t stride, int64_t count, int64_t words, const BFloat16* query, float* scores,
-    const char* const* ahead, bool add) {
+inline void few_scores(const BFloat16* keys, int64_t stride, int64_t count, int64_t words,
+                       const BFloat16* query, float* scores, const char* const* ahead, bool add) {
   constexpr int kKeys = 16 / V, kWords = 16;
   const auto* q = reinterpret_cast<const uint32_t*>(query);
   for (int64_t k = 0; k < count; k += kKeys) {
@@ -126,7 +129,8 @@ inline void few_scores(
       row[i] = reinterpret_cast<const uint32_t*>(keys + (k + i) * stride);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        sums[i][v] = add ? _mm512_loadu_ps(scores + ((k + i) * V + v) * kLanes) : _mm512_setzero_ps();
+        sums[i][v] =
+            add ? _mm512_loadu_ps(scores + ((k + i) * V + v) * kLanes) : _mm512_setzero_ps();
       }
     }
     for (int64_t begin = 0; begin < words; begin += kWords) {
@@ -137,7 +141,8 @@ inline void few_scores(
       for (int64_t w = begin; w < end; ++w) {
         __m512bh right[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) right[v] = (__m512bh)_mm512_loadu_si512(q + (w * V + v) * kLanes);
+        for (int v = 0; v < V; ++v)
+          right[v] = (__m512bh)_mm512_loadu_si512(q + (w * V + v) * kLanes);
 #pragma GCC unroll 16
         for (int i = 0; i < kKeys; ++i) {
           const auto left = (__m512bh)_mm512_set1_epi32(row[i][w]);
@@ -173,24 +178,28 @@ class Absorbed {
     partial_ = arena.take<float>(partial_rows * d.latent);
     top_ = arena.take<float>(partial_rows);
     mass_ = arena.take<float>(partial_rows);
-    for (int i = 0; i < batch.threads; ++i) scratch_.emplace_back(arena, d, padded_rows(tokens), most_keys_);
+    for (int i = 0; i < batch.threads; ++i)
+      scratch_.emplace_back(arena, d, padded_rows(tokens), most_keys_);
   }
 
   void run(const std::vector<Group>& groups) {
     for (const Group& group : groups) {
-      for_each_task(batch_.dims.heads, batch_.threads, [&](int64_t h, int t) { project(group, h, scratch_[t]); });
-      for_each_task(group.tasks.size(), batch_.threads, [&](int64_t i, int t) { attend(group.tasks[i], scratch_[t]); });
-      for_each_task(batch_.dims.heads, batch_.threads, [&](int64_t h, int t) { finish(group, h, scratch_[t]); });
+      for_each_task(batch_.dims.heads, batch_.threads,
+                    [&](int64_t h, int t) { project(group, h, scratch_[t]); });
+      for_each_task(group.tasks.size(), batch_.threads,
+                    [&](int64_t i, int t) { attend(group.tasks[i], scratch_[t]); });
+      for_each_task(batch_.dims.heads, batch_.threads,
+                    [&](int64_t h, int t) { finish(group, h, scratch_[t]); });
     }
   }
 
  private:
   struct Scratch {
-    C *left, *weight, *packed;         // of the projections
+    C *left, *weight, *packed;  // of the projections
     float* product;
-    C *query, *weights, *values;       // of a task: q^T, P, V, packed
-    float* scores;                     // [keys, rows]
-    float* factor;                     // [rows]
+    C *query, *weights, *values;  // of a task: q^T, P, V, packed
+    float* scores;                // [keys, rows]
+    float* factor;                // [rows]
     LatentLoader<C> load;
 
     Scratch(Arena& arena, const Dims& d, int64_t tokens, int64_t keys)
@@ -222,9 +231,11 @@ class Absorbed {
         if (d.rope_padded() > d.rope) rope[d.rope] = C(0.0f);
       }
     }
-    std::memset(static_cast<void*>(s.left + group.tokens * wide), 0, (rows - group.tokens) * wide * sizeof(C));
+    std::memset(static_cast<void*>(s.left + group.tokens * wide), 0,
+                (rows - group.tokens) * wide * sizeof(C));
     int64_t stride = 0;
-    const C* w = rows_of<C>(batch_.up, head * batch_.head_rows(), d.nope, d.latent, s.weight, &stride);
+    const C* w =
+        rows_of<C>(batch_.up, head * batch_.head_rows(), d.nope, d.latent, s.weight, &stride);
     pack_rows<C>(w, stride, d.nope, wide, d.latent, s.packed, false);
     matmul<C>(rows, d.latent, wide, s.left, wide, s.packed, d.latent, s.product, d.latent, false);
     for (int64_t t = 0; t < group.tokens; ++t) {
@@ -251,24 +262,27 @@ class Absorbed {
       const int64_t end = std::min(begin + step, task.end);
       const auto tile = s.load(request.keys, d, begin, end);
       scores(request.keys, tile, rows, end, std::min(end + step, task.end), s);
-      for (int64_t i = 0; i < tile.count * rows; i += kLanes) store(s.scores + i, load(s.scores + i) * batch_.scale);
+      for (int64_t i = 0; i < tile.count * rows; i += kLanes)
+        store(s.scores + i, load(s.scores + i) * batch_.scale);
       hide(task, begin, end, rows, s.scores);
       softmax(tile.count, tile.padded, rows, top, mass, s);
       if (!first) rescale(out, s.factor, task.rows, d.latent);
       const C* values = tile.latent;
       int64_t stride = tile.latent_stride;
       if (kPack<C> > 1 || request.keys.clean) {
-        pack_rows<C>(tile.latent, tile.latent_stride, tile.count, tile.padded, d.latent, s.values, request.keys.clean);
+        pack_rows<C>(tile.latent, tile.latent_stride, tile.count, tile.padded, d.latent, s.values,
+                     request.keys.clean);
         values = s.values;
         stride = d.latent;
       }
-      matmul<C>(rows, d.latent, tile.padded, s.weights, tile.padded, values, stride, out, d.latent, !first);
+      matmul<C>(rows, d.latent, tile.padded, s.weights, tile.padded, values, stride, out, d.latent,
+                !first);
     }
   }
 
   // Scores [keys, rows] of a tile; the tile behind it is [next, behind).
-  void scores(
-      const Keys& keys, const LatentTile<C>& tile, int64_t rows, int64_t next, int64_t behind, Scratch& s) const {
+  void scores(const Keys& keys, const LatentTile<C>& tile, int64_t rows, int64_t next,
+              int64_t behind, Scratch& s) const {
     const Dims& d = batch_.dims;
     const int64_t wide = d.latent_padded(), narrow = d.rope_padded();
     const C* rope_query = s.query + wide * rows;
@@ -283,14 +297,18 @@ class Absorbed {
         }
         const auto few = rows == kLanes ? few_scores<1> : few_scores<2>;
         const bool more = next < behind;
-        few(tile.latent, tile.latent_stride, tile.padded, wide / 2, s.query, s.scores, more ? ahead[0] : nullptr, false);
-        few(tile.rope, tile.rope_stride, tile.padded, narrow / 2, rope_query, s.scores, more ? ahead[1] : nullptr, true);
+        few(tile.latent, tile.latent_stride, tile.padded, wide / 2, s.query, s.scores,
+            more ? ahead[0] : nullptr, false);
+        few(tile.rope, tile.rope_stride, tile.padded, narrow / 2, rope_query, s.scores,
+            more ? ahead[1] : nullptr, true);
         return;
       }
     }
 #endif
-    matmul<C>(tile.padded, rows, wide, tile.latent, tile.latent_stride, s.query, rows, s.scores, rows, false);
-    matmul<C>(tile.padded, rows, narrow, tile.rope, tile.rope_stride, rope_query, rows, s.scores, rows, true);
+    matmul<C>(tile.padded, rows, wide, tile.latent, tile.latent_stride, s.query, rows, s.scores,
+              rows, false);
+    matmul<C>(tile.padded, rows, narrow, tile.rope, tile.rope_stride, rope_query, rows, s.scores,
+              rows, true);
   }
 
   // Applies the mask and the causal rule to scores [keys, rows].
@@ -316,7 +334,8 @@ class Absorbed {
 
   // Down the columns of scores [keys, rows], sixteen rows at a time. Writes P [rows, keys] in the
   // compute type and what earlier results are multiplied by.
-  static void softmax(int64_t keys, int64_t padded, int64_t rows, float* top, float* mass, Scratch& s) {
+  static void softmax(int64_t keys, int64_t padded, int64_t rows, float* top, float* mass,
+                      Scratch& s) {
     for (int64_t r = 0; r < rows; r += kLanes) {
       const float* column = s.scores + r;
       const Vec before = load(top + r);
@@ -387,7 +406,8 @@ class Absorbed {
       i = behind;
     }
     int64_t stride = 0;
-    const C* w = rows_of<C>(batch_.up, head * batch_.head_rows() + d.nope, d.value, d.latent, s.weight, &stride);
+    const C* w = rows_of<C>(batch_.up, head * batch_.head_rows() + d.nope, d.value, d.latent,
+                            s.weight, &stride);
     project_up(group.tokens, rows, w, stride, s);
     for (const Piece& piece : group.pieces) {
       for (int64_t i = 0; i < piece.count; ++i) {
@@ -405,7 +425,8 @@ class Absorbed {
     if constexpr (kPack<C> == 2) {
       if (tokens <= kFewTokens) {  // packing would take longer than multiplying
         for (int64_t v = 0; v < d.value; ++v) {
-          for (int64_t t = 0; t < tokens; ++t) s.product[t * d.value + v] = dot(w + v * stride, s.left + t * wide, wide);
+          for (int64_t t = 0; t < tokens; ++t)
+            s.product[t * d.value + v] = dot(w + v * stride, s.left + t * wide, wide);
         }
         return;
       }
@@ -416,7 +437,8 @@ class Absorbed {
   }
 
   // Merges row `r` of the spans [first, behind) into `left`, and writes its lse.
-  void merge(const Group& group, size_t first, size_t behind, int64_t r, int64_t head, int64_t token, Scratch& s) {
+  void merge(const Group& group, size_t first, size_t behind, int64_t r, int64_t head,
+             int64_t token, Scratch& s) {
     const Dims& d = batch_.dims;
     const Piece& piece = *group.tasks[first].piece;
     const float sink = batch_.sinks == nullptr ? -kInfinity : batch_.sinks[head];

@@ -2,8 +2,6 @@
 // lie, and which query sees which key.
 #pragma once
 
-#include "lanes.h"
-
 #include <ATen/native/CPUBlas.h>
 #include <omp.h>
 
@@ -13,6 +11,8 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "lanes.h"
 
 namespace mla {
 
@@ -116,11 +116,11 @@ struct Mask {
 };
 
 struct Request {
-  int64_t tokens = 0;            // S, new ones
-  int64_t begin = 0, end = 0;    // keys that may be seen
-  bool causal = false;           // the last token sees the last key before `end`
-  Strided query, out;            // rows are tokens
-  float* lse = nullptr;          // [H, S] with a stride from head to head
+  int64_t tokens = 0;          // S, new ones
+  int64_t begin = 0, end = 0;  // keys that may be seen
+  bool causal = false;         // the last token sees the last key before `end`
+  Strided query, out;          // rows are tokens
+  float* lse = nullptr;        // [H, S] with a stride from head to head
   int64_t lse_head = 0;
   Keys keys;
   Mask mask;
@@ -169,9 +169,8 @@ void for_each_task(int64_t tasks, int threads, F&& body) {
 
 // C [M, N] (+)= A [M, K] * B [K, N], with B packed. All fp32 in C.
 template <class C>
-inline void matmul(
-    int64_t m, int64_t n, int64_t k, const C* a, int64_t lda, const C* b, int64_t ldb, float* c,
-    int64_t ldc, bool add) {
+inline void matmul(int64_t m, int64_t n, int64_t k, const C* a, int64_t lda, const C* b,
+                   int64_t ldb, float* c, int64_t ldc, bool add) {
   if (m == 0 || n == 0) return;
   if (k == 0) {
     if (!add) {
@@ -183,7 +182,8 @@ inline void matmul(
 }
 
 // Writes one row of results in their dtype.
-inline void write_row(const Strided& out, int64_t row, int64_t head, const float* src, int64_t n, float scale = 1.0f) {
+inline void write_row(const Strided& out, int64_t row, int64_t head, const float* src, int64_t n,
+                      float scale = 1.0f) {
   char* to = const_cast<char*>(out.at(row, head));
   with_type(out.dtype, to, [&](const auto* typed) {
     using To = std::remove_cv_t<std::remove_pointer_t<decltype(typed)>>;
@@ -198,8 +198,8 @@ constexpr int64_t padded_rows(int64_t n) {
 
 // Rows of a weight as a left operand: as they lie where dtype and width allow it, else a copy.
 template <class C>
-inline const C* rows_of(
-    const Strided& from, int64_t first, int64_t count, int64_t width, C* copy, int64_t* stride) {
+inline const C* rows_of(const Strided& from, int64_t first, int64_t count, int64_t width, C* copy,
+                        int64_t* stride) {
   constexpr ScalarType type = c10::CppTypeToScalarType<C>::value;
   if (from.dtype == type && even(width) == width) {
     *stride = from.row;
@@ -214,8 +214,8 @@ inline const C* rows_of(
   return copy;
 }
 
-// A tile of latent rows in the compute type: as they lie where they do, else a copy whose rows go up
-// to a multiple of 16, the ones behind the last key 0.
+// A tile of latent rows in the compute type: as they lie where they do, else a copy whose rows go
+// up to a multiple of 16, the ones behind the last key 0.
 template <class C>
 struct LatentTile {
   const C* latent;
@@ -241,9 +241,13 @@ struct LatentLoader {
     if (fits && begin >= keys.context && keys.latent.dtype == type) {
       return {reinterpret_cast<const C*>(keys.latent.at(begin - keys.context)),
               reinterpret_cast<const C*>(keys.rope.at(begin - keys.context)),
-              keys.latent.row, keys.rope.row, count, padded};
+              keys.latent.row,
+              keys.rope.row,
+              count,
+              padded};
     }
-    if (fits && end <= keys.context && keys.pages.dtype == type && one_run(keys.pages, begin, end)) {
+    if (fits && end <= keys.context && keys.pages.dtype == type &&
+        one_run(keys.pages, begin, end)) {
       const auto* row = reinterpret_cast<const C*>(keys.pages.at(begin));
       return {row, row + dims.latent, keys.pages.row_stride, keys.pages.row_stride, count, padded};
     }
@@ -265,7 +269,8 @@ struct LatentLoader {
       if (narrow > dims.rope) b[dims.rope] = C(0.0f);
     }
     std::memset(static_cast<void*>(latent + count * wide), 0, (padded - count) * wide * sizeof(C));
-    std::memset(static_cast<void*>(rope + count * narrow), 0, (padded - count) * narrow * sizeof(C));
+    std::memset(static_cast<void*>(rope + count * narrow), 0,
+                (padded - count) * narrow * sizeof(C));
     return {latent, rope, wide, narrow, count, padded};
   }
 

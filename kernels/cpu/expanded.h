@@ -25,7 +25,8 @@ struct ExpandedTask {
 
 // Cuts requests into tasks. With fewer heads than threads queries are divided too, at the price of
 // expanding more often.
-inline std::vector<ExpandedTask> plan_expanded(const Batch& batch, const std::vector<const Request*>& requests) {
+inline std::vector<ExpandedTask> plan_expanded(const Batch& batch,
+                                               const std::vector<const Request*>& requests) {
   int64_t most = 0;
   for (const Request* r : requests) most = std::max(most, r->tokens);
   const int64_t items = std::max<int64_t>(1, batch.dims.heads * int64_t(requests.size()));
@@ -49,11 +50,13 @@ class Expanded {
   // What each thread holds for tasks of at most `queries`; `arena` counts or hands out.
   Expanded(const Batch& batch, int64_t queries, Arena& arena) : batch_(batch) {
     most_keys_ = round_up(std::min(kExpandedKeys, batch.most_keys), kLanes);
-    for (int i = 0; i < batch.threads; ++i) scratch_.emplace_back(arena, batch.dims, queries, most_keys_);
+    for (int i = 0; i < batch.threads; ++i)
+      scratch_.emplace_back(arena, batch.dims, queries, most_keys_);
   }
 
   void run(const std::vector<ExpandedTask>& tasks) {
-    for_each_task(tasks.size(), batch_.threads, [&](int64_t i, int t) { attend(tasks[i], scratch_[t]); });
+    for_each_task(tasks.size(), batch_.threads,
+                  [&](int64_t i, int t) { attend(tasks[i], scratch_[t]); });
   }
 
  private:
@@ -61,9 +64,9 @@ class Expanded {
 
   struct Scratch {
     C *query, *weight, *packed_weight;
-    float *out, *top, *mass;             // running results of the task
-    C *latent_columns, *keys, *values;   // of a tile, packed
-    C* columns;                          // expanded keys before they are packed
+    float *out, *top, *mass;            // running results of the task
+    C *latent_columns, *keys, *values;  // of a tile, packed
+    C* columns;                         // expanded keys before they are packed
     float *product, *scores;
     C* weights;
     LatentLoader<C> load;
@@ -105,9 +108,11 @@ class Expanded {
         const int64_t rows = padded_rows(queries), columns = round_up(seen, kLanes);
         const C* query = s.query + q * d.expanded();
         float* out = s.out + q * d.value;
-        matmul<C>(rows, columns, d.expanded(), query, d.expanded(), s.keys, padded, s.scores, columns, false);
+        matmul<C>(rows, columns, d.expanded(), query, d.expanded(), s.keys, padded, s.scores,
+                  columns, false);
         for (int64_t i = 0; i < queries; ++i) softmax_row(task, q + i, begin, seen, columns, i, s);
-        matmul<C>(rows, d.value, columns, s.weights, columns, s.values, d.value, out, d.value, true);
+        matmul<C>(rows, d.value, columns, s.weights, columns, s.values, d.value, out, d.value,
+                  true);
       }
     }
     finish_task(task, s);
@@ -136,15 +141,18 @@ class Expanded {
     const Keys& keys = task.request->keys;
     const int64_t wide = d.latent_padded(), first = task.head * batch_.head_rows();
     const auto tile = s.load(keys, d, begin, end);
-    pack_columns<C>(tile.rope, tile.rope_stride, tile.count, padded, d.rope_padded(), s.keys + d.nope_padded() * padded);
+    pack_columns<C>(tile.rope, tile.rope_stride, tile.count, padded, d.rope_padded(),
+                    s.keys + d.nope_padded() * padded);
     pack_columns<C>(tile.latent, tile.latent_stride, tile.count, padded, wide, s.latent_columns);
     int64_t stride = 0;
     const C* w_uk = rows_of<C>(batch_.up, first, d.nope, d.latent, s.weight, &stride);
-    matmul<C>(d.nope, padded, wide, w_uk, stride, s.latent_columns, padded, s.product, padded, false);
+    matmul<C>(d.nope, padded, wide, w_uk, stride, s.latent_columns, padded, s.product, padded,
+              false);
     pack_floats<C>(s.product, d.nope, d.nope_padded(), padded, s.keys, false);
     const C* w_uv = rows_of<C>(batch_.up, first + d.nope, d.value, d.latent, s.weight, &stride);
     pack_columns<C>(w_uv, stride, d.value, d.value, wide, s.packed_weight);
-    matmul<C>(padded, d.value, wide, tile.latent, tile.latent_stride, s.packed_weight, d.value, s.product, d.value, false);
+    matmul<C>(padded, d.value, wide, tile.latent, tile.latent_stride, s.packed_weight, d.value,
+              s.product, d.value, false);
     pack_floats<C>(s.product, end - begin, padded, d.value, s.values, keys.clean);
   }
 
@@ -170,18 +178,22 @@ class Expanded {
       convert_row(keys.rope.dtype, keys.rope.at(begin + i), to, d.rope);
       if (d.rope_padded() > d.rope) to[d.rope] = C(0.0f);
     }
-    pack_columns<C>(s.load.rope, d.rope_padded(), count, padded, d.rope_padded(), s.keys + d.nope_padded() * padded);
-    for (int64_t i = 0; i < count; ++i) convert_row(keys.value.dtype, keys.value.at(begin + i, task.head), s.columns + i * d.value, d.value);
+    pack_columns<C>(s.load.rope, d.rope_padded(), count, padded, d.rope_padded(),
+                    s.keys + d.nope_padded() * padded);
+    for (int64_t i = 0; i < count; ++i)
+      convert_row(keys.value.dtype, keys.value.at(begin + i, task.head), s.columns + i * d.value,
+                  d.value);
     pack_rows<C>(s.columns, d.value, count, padded, d.value, s.values, keys.clean);
   }
 
   // One row of scores -> one row of P, the running statistics, and the row of results rescaled.
-  void softmax_row(
-      const Task& task, int64_t query, int64_t begin, int64_t seen, int64_t columns, int64_t row, Scratch& s) const {
+  void softmax_row(const Task& task, int64_t query, int64_t begin, int64_t seen, int64_t columns,
+                   int64_t row, Scratch& s) const {
     const Request& request = *task.request;
     const int64_t token = task.first + query;
     float* scores = s.scores + row * columns;
-    const int64_t own = std::clamp<int64_t>(std::min(request.end, request.limit(token)) - begin, 0, seen);
+    const int64_t own =
+        std::clamp<int64_t>(std::min(request.end, request.limit(token)) - begin, 0, seen);
     std::fill(scores + own, scores + columns, -kInfinity);
     if (request.mask.data != nullptr) {
       for (int64_t k = 0; k < own; ++k) {

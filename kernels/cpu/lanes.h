@@ -1,7 +1,7 @@
 // Sixteen floats at a time: loading and storing every dtype, exp, and the layouts of a matmul.
 //
-// The vector type is the compiler's own (GCC, Clang), so the same code becomes one AVX-512 register,
-// two of AVX2, or four of anything else.
+// The vector type is the compiler's own (GCC, Clang), so the same code becomes one AVX-512
+// register, two of AVX2, or four of anything else.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -63,7 +63,9 @@ inline V pick(V a, V b, std::integer_sequence<int, I...>) {
 // Element j from `a` or `b` by bit D of j: with High those that the other half leaves.
 template <int D, bool High, int... J>
 inline Words exchange(Words a, Words b, std::integer_sequence<int, J...>) {
-  return pick(a, b, std::integer_sequence<int, (High ? ((J & D) ? 16 + J : J + D) : ((J & D) ? 16 + J - D : J))...>());
+  return pick(a, b,
+              std::integer_sequence<int, (High ? ((J & D) ? 16 + J : J + D)
+                                               : ((J & D) ? 16 + J - D : J))...>());
 }
 
 template <int D>
@@ -212,10 +214,14 @@ inline void map_row(const From* src, To* dst, int64_t n, F&& f) {
 template <class F>
 inline void with_type(ScalarType dtype, const void* data, F&& f) {
   switch (dtype) {
-    case ScalarType::BFloat16: return f(static_cast<const BFloat16*>(data));
-    case ScalarType::Half: return f(static_cast<const at::Half*>(data));
-    case ScalarType::Float8_e4m3fn: return f(static_cast<const c10::Float8_e4m3fn*>(data));
-    default: return f(static_cast<const float*>(data));
+    case ScalarType::BFloat16:
+      return f(static_cast<const BFloat16*>(data));
+    case ScalarType::Half:
+      return f(static_cast<const at::Half*>(data));
+    case ScalarType::Float8_e4m3fn:
+      return f(static_cast<const c10::Float8_e4m3fn*>(data));
+    default:
+      return f(static_cast<const float*>(data));
   }
 }
 
@@ -244,8 +250,8 @@ constexpr int64_t kPack = 4 / sizeof(C);
 // Packs B [K, N] from rows of B in the compute type: row k and row k + 1 are interleaved.
 // `rows` are given, up to the even number `padded` the rest is 0.
 template <class C>
-inline void pack_rows(
-    const C* src, int64_t stride, int64_t rows, int64_t padded, int64_t n, C* dst, bool clean) {
+inline void pack_rows(const C* src, int64_t stride, int64_t rows, int64_t padded, int64_t n, C* dst,
+                      bool clean) {
   const auto tidy = [clean](Vec v) { return clean ? zero_if_not_finite(v) : v; };
   if constexpr (kPack<C> == 1) {
     for (int64_t k = 0; k < rows; ++k) map_row(src + k * stride, dst + k * n, n, tidy);
@@ -266,7 +272,8 @@ inline void pack_rows(
           ManyShorts a, b;
           std::memcpy(&a, low + i, sizeof a);
           std::memcpy(&b, high + i, sizeof b);
-          const ManyShorts first = interleave<false>(a, b, all), second = interleave<true>(a, b, all);
+          const ManyShorts first = interleave<false>(a, b, all),
+                           second = interleave<true>(a, b, all);
           std::memcpy(words + i, &first, sizeof first);
           std::memcpy(words + i + kLanes, &second, sizeof second);
         }
@@ -282,8 +289,8 @@ inline void pack_rows(
 // Packs B [K, N] from its columns in the compute type: `columns` [N, width], of which `count` are
 // given and the rest up to `padded` is 0. Widths are even for bf16, so words move as they are.
 template <class C>
-inline void pack_columns(
-    const C* columns, int64_t stride, int64_t count, int64_t padded, int64_t width, C* dst) {
+inline void pack_columns(const C* columns, int64_t stride, int64_t count, int64_t padded,
+                         int64_t width, C* dst) {
   const int64_t words = width / kPack<C>;
   auto* to = reinterpret_cast<uint32_t*>(dst);
   constexpr int64_t kBlock = 16;
@@ -294,10 +301,12 @@ inline void pack_columns(
       Words tile[kBlock] = {};
       if (w_end - w == kBlock && n_given - n == kBlock) {
         for (int i = 0; i < kBlock; ++i) {
-          std::memcpy(&tile[i], reinterpret_cast<const uint32_t*>(columns + (n + i) * stride) + w, sizeof(Words));
+          std::memcpy(&tile[i], reinterpret_cast<const uint32_t*>(columns + (n + i) * stride) + w,
+                      sizeof(Words));
         }
         transpose(tile);
-        for (int i = 0; i < kBlock; ++i) std::memcpy(to + (w + i) * padded + n, &tile[i], sizeof(Words));
+        for (int i = 0; i < kBlock; ++i)
+          std::memcpy(to + (w + i) * padded + n, &tile[i], sizeof(Words));
         continue;
       }
       for (int64_t i = n; i < n_given; ++i) {
@@ -314,7 +323,8 @@ inline void pack_columns(
 
 // Packs B [K, N] from fp32 rows, as a matmul leaves them.
 template <class C>
-inline void pack_floats(const float* src, int64_t rows, int64_t padded, int64_t n, C* dst, bool clean) {
+inline void pack_floats(const float* src, int64_t rows, int64_t padded, int64_t n, C* dst,
+                        bool clean) {
   if constexpr (kPack<C> == 1) {
     pack_rows<float>(src, n, rows, padded, n, dst, clean);
   } else {

@@ -3,15 +3,15 @@
 // The matrix products are torch's own micro-kernels (oneDNN, with AMX or AVX512-BF16 where the CPU
 // has them); everything around them is in the headers.
 
-#include "absorbed.h"
-#include "expanded.h"
-#include "rows.h"
-
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
 #include <utility>
+
+#include "absorbed.h"
+#include "expanded.h"
+#include "rows.h"
 
 namespace mla {
 namespace {
@@ -42,23 +42,24 @@ void check_spans(const char* name, const Tensor& bounds, int64_t rows) {
   if (fits) return;
   std::string got;
   for (int64_t i = 0; i < n; ++i) got += (i > 0 ? ", " : "") + std::to_string(at[i]);
-  throw std::invalid_argument(
-      std::string(name) + " must rise from 0 to at most " + std::to_string(rows) + ", got [" + got + "]");
+  throw std::invalid_argument(std::string(name) + " must rise from 0 to at most " +
+                              std::to_string(rows) + ", got [" + got + "]");
 }
 
 // Refuses ids that are not in the cache.
-void check_table(const int32_t* table, int64_t width, int64_t first, int64_t behind, int64_t limit, int64_t request) {
+void check_table(const int32_t* table, int64_t width, int64_t first, int64_t behind, int64_t limit,
+                 int64_t request) {
   if (behind > width) {
-    throw std::invalid_argument(
-        "block_table must hold " + std::to_string(behind) + " ids from 0 to " + std::to_string(limit - 1) +
-        " for request " + std::to_string(request) + ", got " + std::to_string(width));
+    throw std::invalid_argument("block_table must hold " + std::to_string(behind) +
+                                " ids from 0 to " + std::to_string(limit - 1) + " for request " +
+                                std::to_string(request) + ", got " + std::to_string(width));
   }
   for (int64_t i = first; i < behind; ++i) {
     if (table[i] < 0 || table[i] >= limit) {
-      throw std::invalid_argument(
-          "block_table must hold " + std::to_string(behind - first) + " ids from 0 to " +
-          std::to_string(limit - 1) + " for the rows that are read, got " + std::to_string(table[i]) +
-          " for request " + std::to_string(request));
+      throw std::invalid_argument("block_table must hold " + std::to_string(behind - first) +
+                                  " ids from 0 to " + std::to_string(limit - 1) +
+                                  " for the rows that are read, got " + std::to_string(table[i]) +
+                                  " for request " + std::to_string(request));
     }
   }
 }
@@ -99,7 +100,8 @@ void run_as(const Batch& batch, int64_t expand_above) {
   if (!many.empty()) {
     const std::vector<ExpandedTask> tasks = plan_expanded(batch, many);
     int64_t queries = 0;
-    for (const ExpandedTask& task : tasks) queries = std::max(queries, round_up(task.count, kExpandedQueries));
+    for (const ExpandedTask& task : tasks)
+      queries = std::max(queries, round_up(task.count, kExpandedQueries));
     with_memory<Expanded<C>>([&](auto& form) { form.run(tasks); }, batch, queries);
   }
 }
@@ -115,9 +117,9 @@ int64_t worst_bytes_as(const Batch& batch, int64_t tokens, int64_t expand_above)
   return std::max(absorbed, bytes_of<Expanded<C>>(batch, queries));
 }
 
-int64_t worst_bytes(
-    int64_t heads, int64_t latent, int64_t nope, int64_t rope, int64_t value, int64_t tokens, int64_t most_keys,
-    bool in_bfloat16, int64_t expand_above, int threads) {
+int64_t worst_bytes(int64_t heads, int64_t latent, int64_t nope, int64_t rope, int64_t value,
+                    int64_t tokens, int64_t most_keys, bool in_bfloat16, int64_t expand_above,
+                    int threads) {
   Batch batch;
   batch.dims = {heads, latent, nope, rope, value};
   batch.most_keys = most_keys;
@@ -149,11 +151,12 @@ void run(const Batch& batch, bool in_bfloat16, int64_t expand_above) {
 }
 
 // Dense: query [B, H, S, P+R], kv_c [B, T, L], k_pe [B, T, R], w_kv_b [H*(P+V), L]; mask
-// [B, H, S, T] by strides; bounds [B, 2] and sinks [H] fp32. Writes out [B, H, S, V], lse [B, H, S].
-void attention(
-    const Tensor& query, const Tensor& kv_c, const Tensor& k_pe, const Tensor& w_kv_b, const Optional& mask,
-    const Optional& bounds, const Optional& sinks, double scale, bool causal, int64_t most_keys, bool in_bfloat16,
-    int64_t expand_above, int threads, const Tensor& out, const Tensor& lse) {
+// [B, H, S, T] by strides; bounds [B, 2] and sinks [H] fp32. Writes out [B, H, S, V], lse [B, H,
+// S].
+void attention(const Tensor& query, const Tensor& kv_c, const Tensor& k_pe, const Tensor& w_kv_b,
+               const Optional& mask, const Optional& bounds, const Optional& sinks, double scale,
+               bool causal, int64_t most_keys, bool in_bfloat16, int64_t expand_above, int threads,
+               const Tensor& out, const Tensor& lse) {
   Batch batch;
   const int64_t heads = query.size(1), rope = k_pe.size(2), nope = query.size(3) - rope;
   batch.dims = {heads, kv_c.size(2), nope, rope, out.size(3)};
@@ -181,7 +184,8 @@ void attention(
     request.keys.rope = r.moved(b * k_pe.stride(0));
     if (mask.has_value()) {
       request.keys.clean = true;
-      request.mask.data = static_cast<const char*>(mask->data_ptr()) + b * mask->stride(0) * mask->element_size();
+      request.mask.data =
+          static_cast<const char*>(mask->data_ptr()) + b * mask->stride(0) * mask->element_size();
       request.mask.dtype = mask->scalar_type();
       request.mask.itemsize = mask->element_size();
       request.mask.head = mask->stride(1);
@@ -193,13 +197,14 @@ void attention(
   run(batch, in_bfloat16, expand_above);
 }
 
-// Paged: query [T, H, P+R] of requests at `starts` [n+1] with lengths `lens` [n], both int32. The new
-// tokens of the first `cached` requests are read from the cache, those of others from kv_c and k_pe.
-void paged(
-    const Tensor& query, const Optional& kv_c, const Optional& k_pe, const Tensor& w_kv_b, const Tensor& cache,
-    const Tensor& block_table, const Tensor& starts, const Tensor& lens, const Optional& kv_scale, int64_t cached,
-    double scale, int64_t most_keys, bool in_bfloat16, int64_t expand_above, int threads, const Tensor& out,
-    const Tensor& lse) {
+// Paged: query [T, H, P+R] of requests at `starts` [n+1] with lengths `lens` [n], both int32. The
+// new tokens of the first `cached` requests are read from the cache, those of others from kv_c and
+// k_pe.
+void paged(const Tensor& query, const Optional& kv_c, const Optional& k_pe, const Tensor& w_kv_b,
+           const Tensor& cache, const Tensor& block_table, const Tensor& starts, const Tensor& lens,
+           const Optional& kv_scale, int64_t cached, double scale, int64_t most_keys,
+           bool in_bfloat16, int64_t expand_above, int threads, const Tensor& out,
+           const Tensor& lse) {
   check_spans("cu_seqlens_q", starts, query.size(0));
   Batch batch;
   const int64_t latent = w_kv_b.size(1), rope = cache.size(2) - latent, nope = query.size(2) - rope;
@@ -219,9 +224,9 @@ void paged(
     if (request.tokens == 0) continue;
     request.end = length[i];
     if (request.end < 0 || (i >= cached && request.end < request.tokens)) {
-      throw std::invalid_argument(
-          "seq_lens must be at least the number of new tokens, " + std::to_string(request.tokens) + ", got " +
-          std::to_string(length[i]) + " for request " + std::to_string(i));
+      throw std::invalid_argument("seq_lens must be at least the number of new tokens, " +
+                                  std::to_string(request.tokens) + ", got " +
+                                  std::to_string(length[i]) + " for request " + std::to_string(i));
     }
     request.causal = true;
     request.query = q.moved(first[i] * query.stride(0));
@@ -236,7 +241,8 @@ void paged(
       request.keys.latent = Strided(*kv_c, 0).moved(first[i] * kv_c->stride(0));
       request.keys.rope = Strided(*k_pe, 0).moved(first[i] * k_pe->stride(0));
     }
-    const int64_t behind = (std::max<int64_t>(request.keys.context, 0) + pages.block_size - 1) / pages.block_size;
+    const int64_t behind =
+        (std::max<int64_t>(request.keys.context, 0) + pages.block_size - 1) / pages.block_size;
     check_table(request.keys.pages.table, block_table.size(1), 0, behind, cache.size(0), i);
     batch.requests.push_back(request);
   }
@@ -244,10 +250,9 @@ void paged(
 }
 
 // Ragged, expanded: query [T, H, P+R], k_nope [K, H, P], k_pe [K, R], value [K, H, V].
-void prefill(
-    const Tensor& query, const Tensor& k_nope, const Tensor& k_pe, const Tensor& value, const Tensor& starts,
-    const Tensor& key_starts, double scale, bool causal, bool in_bfloat16, int threads, const Tensor& out,
-    const Tensor& lse) {
+void prefill(const Tensor& query, const Tensor& k_nope, const Tensor& k_pe, const Tensor& value,
+             const Tensor& starts, const Tensor& key_starts, double scale, bool causal,
+             bool in_bfloat16, int threads, const Tensor& out, const Tensor& lse) {
   check_spans("cu_seqlens_q", starts, query.size(0));
   check_spans("cu_seqlens_k", key_starts, k_pe.size(0));
   Batch batch;
@@ -275,26 +280,24 @@ void prefill(
   run(batch, in_bfloat16, 0);
 }
 
-void update_cache(
-    const Tensor& kv_c, const Tensor& k_pe, const Tensor& cache, const Tensor& slots, const Optional& kv_scale,
-    int threads) {
+void update_cache(const Tensor& kv_c, const Tensor& k_pe, const Tensor& cache, const Tensor& slots,
+                  const Optional& kv_scale, int threads) {
   const int64_t limit = cache.size(0) * cache.size(1);
   const auto* slot = slots.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < slots.size(0); ++i) {
     if (slot[i] >= limit) {
-      throw std::invalid_argument(
-          "slot_mapping must be below " + std::to_string(limit) + ", the slots of the cache, got " +
-          std::to_string(slot[i]));
+      throw std::invalid_argument("slot_mapping must be below " + std::to_string(limit) +
+                                  ", the slots of the cache, got " + std::to_string(slot[i]));
     }
   }
-  update(
-      Strided(kv_c, 0), kv_c.size(1), Strided(k_pe, 0), k_pe.size(1), static_cast<char*>(cache.data_ptr()),
-      cache.scalar_type(), pages_of(cache, kv_scale), slot, slots.size(0), threads);
+  update(Strided(kv_c, 0), kv_c.size(1), Strided(k_pe, 0), k_pe.size(1),
+         static_cast<char*>(cache.data_ptr()), cache.scalar_type(), pages_of(cache, kv_scale), slot,
+         slots.size(0), threads);
 }
 
-void gather(
-    const Tensor& cache, const Tensor& block_table, const Tensor& key_starts, const Tensor& seq_starts,
-    const Tensor& workspace, const Optional& kv_scale, int threads) {
+void gather(const Tensor& cache, const Tensor& block_table, const Tensor& key_starts,
+            const Tensor& seq_starts, const Tensor& workspace, const Optional& kv_scale,
+            int threads) {
   check_spans("cu_seqlens_k", key_starts, workspace.size(0));
   Pages pages = pages_of(cache, kv_scale);
   const auto* place = key_starts.const_data_ptr<int32_t>();
@@ -307,23 +310,22 @@ void gather(
     }
     if (rows == 0) continue;
     pages.table = block_table.const_data_ptr<int32_t>() + r * block_table.stride(0);
-    check_table(
-        pages.table, block_table.size(1), first[r] / pages.block_size,
-        (first[r] + rows + pages.block_size - 1) / pages.block_size, cache.size(0), r);
+    check_table(pages.table, block_table.size(1), first[r] / pages.block_size,
+                (first[r] + rows + pages.block_size - 1) / pages.block_size, cache.size(0), r);
     for_each_row(rows, threads, [&](int64_t i) {
       char* row = const_cast<char*>(to.at(place[r] + i));
       with_type(to.dtype, row, [&](const auto* typed) {
         using To = std::remove_cv_t<std::remove_pointer_t<decltype(typed)>>;
-        convert_row(pages.dtype, pages.at(first[r] + i), reinterpret_cast<To*>(row), cache.size(2), pages.scale);
+        convert_row(pages.dtype, pages.at(first[r] + i), reinterpret_cast<To*>(row), cache.size(2),
+                    pages.scale);
       });
     });
   }
 }
 
 // out [T, H, V], lse [H, T].
-void merge(
-    const Tensor& prefix, const Tensor& prefix_lse, const Tensor& suffix, const Tensor& suffix_lse, const Tensor& out,
-    const Tensor& lse, int threads) {
+void merge(const Tensor& prefix, const Tensor& prefix_lse, const Tensor& suffix,
+           const Tensor& suffix_lse, const Tensor& out, const Tensor& lse, int threads) {
   const Merge merge{Strided(prefix, 0, 1), Strided(suffix, 0, 1), Strided(out, 0, 1), out.size(2)};
   const int64_t heads = out.size(1);
   const auto at = [](const Tensor& t, int64_t h, int64_t i) {

@@ -16,16 +16,16 @@ void for_each_row(int64_t rows, int threads, F&& body) {
 }
 
 // Rows [latent, rope] into their slots; slots below 0 are skipped. fp8: over the scale, saturating.
-inline void update(
-    const Strided& latent, int64_t latent_width, const Strided& rope, int64_t rope_width, char* cache,
-    ScalarType dtype, const Pages& pages, const int64_t* slots, int64_t rows, int threads) {
+inline void update(const Strided& latent, int64_t latent_width, const Strided& rope,
+                   int64_t rope_width, char* cache, ScalarType dtype, const Pages& pages,
+                   const int64_t* slots, int64_t rows, int threads) {
   constexpr float limit = 448.0f;  // the largest e4m3
   for_each_row(rows, threads, [&](int64_t i) {
     const int64_t slot = slots[i];
     if (slot < 0) return;
-    char* row = cache +
-        (slot / pages.block_size * pages.block_stride + slot % pages.block_size * pages.row_stride) *
-            pages.itemsize;
+    char* row = cache + (slot / pages.block_size * pages.block_stride +
+                         slot % pages.block_size * pages.row_stride) *
+                            pages.itemsize;
     const auto write = [&](const char* from, int64_t width, char* to) {
       with_type(dtype, to, [&](const auto* typed) {
         using To = std::remove_cv_t<std::remove_pointer_t<decltype(typed)>>;
@@ -36,7 +36,8 @@ inline void update(
             v = v < -limit ? broadcast(-limit) : v;
             return v > limit ? broadcast(limit) : v;
           };
-          with_type(latent.dtype, from, [&](const auto* source) { map_row(source, out, width, scaled); });
+          with_type(latent.dtype, from,
+                    [&](const auto* source) { map_row(source, out, width, scaled); });
         } else {
           convert_row(latent.dtype, from, out, width);
         }
@@ -73,8 +74,8 @@ struct Merge {
   }
 
  private:
-  static void take(
-      const Strided& from, int64_t token, int64_t head, int64_t first, int64_t n, float weight, float* to) {
+  static void take(const Strided& from, int64_t token, int64_t head, int64_t first, int64_t n,
+                   float weight, float* to) {
     if (weight == 0.0f) {
       std::fill(to, to + kLanes, 0.0f);
     } else {
