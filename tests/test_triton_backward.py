@@ -27,8 +27,8 @@ CASES = [
     ConformanceCase("causal", ODD, (1, 50, 60), {"is_causal": True}),
     ConformanceCase("more queries than keys", ODD, (1, 60, 37), {"is_causal": True}),
     ConformanceCase("chunks", ODD, (2, 37, 50), {"is_causal": True, "workspace_tokens": 46}),
-    ConformanceCase("bounds", ODD, (4, 35, 50), {"is_causal": True, "bounds": True, "sinks": True}),
-    ConformanceCase("not causal", NO_ROPE, (1, 33, 50), {"sinks": True, "layout": "strided"}),
+    ConformanceCase("bounds", ODD, (4, 35, 40), {"is_causal": True, "bounds": True, "sinks": True}),
+    ConformanceCase("not causal", NO_ROPE, (2, 33, 40), {"bounds": True, "layout": "strided"}),
     ConformanceCase("mask", ROPE_ONLY, (2, 40, 35), {"mask": "bool:b1st", "is_causal": True}),
     ConformanceCase("additive", ODD, (1, 40, 35), {"mask": "float:hst", "workspace_tokens": 20}),
 ]

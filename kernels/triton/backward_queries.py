@@ -11,13 +11,13 @@ import triton.language as tl
 
 from mla_ops.kernels.triton.primitives import (
     ADDITIVE_MASK,
-    NO_MASK,
     dot,
     key_bounds,
     key_span,
     load_tile,
     probabilities,
-    visibility,
+    score_keys,
+    visible_tile,
 )
 
 __all__ = ["mla_backward_queries_kernel"]
@@ -46,15 +46,8 @@ def _queries_tile(
     """Add what one tile of keys gives to the gradient of the queries; scores are `[M, N]`."""
     grad_q, grad_q_rope = sums
     q, q_rope, grad_out, lse, delta = rows
-    scores = tl.zeros([grad_out.shape[0], used.shape[0]], tl.float32)
-    cols, cols_r = tl.arange(0, q.shape[1]), tl.arange(0, q_rope.shape[1])
+    scores, k, k_rope = score_keys(q, q_rope, k_ptr, rope_ptr, k_at, rope_at, used, P, R, MASKED)
     cols_v = tl.arange(0, grad_out.shape[1])
-    if P > 0:
-        k = load_tile(k_ptr, k_at, cols, used, P, q.shape[1], MASKED)
-        scores = dot(q, tl.trans(k), scores)
-    if R > 0:
-        k_rope = load_tile(rope_ptr, rope_at, cols_r, used, R, q_rope.shape[1], MASKED)
-        scores = dot(q_rope, tl.trans(k_rope), scores)
     weights = probabilities(scores * scale, lse[:, None], bias, visible, NATURAL, MASKED)
     v = load_tile(v_ptr, v_at, cols_v, used, V, grad_out.shape[1], MASKED)
     products = tl.zeros([grad_out.shape[0], used.shape[0]], tl.float32)
@@ -191,12 +184,9 @@ def mla_backward_queries_kernel(
     for start in range(whole, stop, BLOCK_N):
         keys = start + offs_n
         place = (keys - key_begin).to(tl.int64)
-        visible = row_ok[:, None] & (keys < stop)[None, :]
-        if CAUSAL:
-            visible = visible & (keys[None, :] <= reach + query[:, None])
-        mask_at = mask_ptr + mask_row[:, None] + keys[None, :].to(tl.int64) * stride_mask_t
-        visible, used, bias = visibility(visible, mask_at, keys < stop, MASK)
-        live = True if MASK == NO_MASK else tl.max(used.to(tl.int32), 0) > 0
+        visible, used, bias, live = visible_tile(
+            keys, stop, reach, query, row_ok, mask_ptr, mask_row, stride_mask_t, CAUSAL, MASK
+        )
         if live:
             grad_q, grad_q_rope = _queries_tile(
                 (grad_q, grad_q_rope), rows, k_ptr, rope_ptr, v_ptr,

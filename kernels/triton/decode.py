@@ -24,7 +24,7 @@ from mla_ops.kernels.triton.primitives import (
     key_bounds,
     load_tile,
     online_softmax,
-    visibility,
+    visible_tile,
 )
 
 __all__ = ["CACHED", "CONTEXT", "DENSE", "NEW", "mla_absorbed_kernel"]
@@ -332,12 +332,9 @@ def mla_absorbed_kernel(
         if not PAGED:
             rope_at = _offsets(ids, table_ptr, start, offs_n, stop, rope_strides, BLOCK_SIZE, IDS)
         ids = _block_ids(table_ptr, start + BLOCK_N, stop, BLOCK_SIZE, IDS)
-        visible = row_ok[:, None] & (keys < stop)[None, :]
-        if CAUSAL:
-            visible = visible & (keys[None, :] <= reach + query[:, None])
-        mask_at = mask_ptr + mask_row[:, None] + keys[None, :].to(tl.int64) * stride_mask_t
-        visible, used, bias = visibility(visible, mask_at, keys < stop, MASK)
-        live = True if MASK == NO_MASK else tl.max(used.to(tl.int32), 0) > 0
+        visible, used, bias, live = visible_tile(
+            keys, stop, reach, query, row_ok, mask_ptr, mask_row, stride_mask_t, CAUSAL, MASK
+        )
         if live:
             acc, top, total = _attend_tile(
                 acc, top, total, q, q_rope, latent_ptr, rope_ptr, at, rope_at, offs_l, offs_r,

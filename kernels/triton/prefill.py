@@ -21,7 +21,6 @@ from mla_ops.kernels.triton.configs import Config, arch_of, expanded_configs, pa
 from mla_ops.kernels.triton.launch import cdiv, launch
 from mla_ops.kernels.triton.primitives import (
     ADDITIVE_MASK,
-    NO_MASK,
     dot,
     find_block,
     finish,
@@ -29,7 +28,8 @@ from mla_ops.kernels.triton.primitives import (
     key_span,
     load_tile,
     online_softmax,
-    visibility,
+    score_keys,
+    visible_tile,
 )
 
 __all__ = ["Expanded", "State", "attend_expanded", "mla_expanded_kernel"]
@@ -59,17 +59,7 @@ def _attend_tile(
     MASKED: tl.constexpr,
 ):
     """Add one tile of keys to the running softmax."""
-    scores = tl.zeros([acc.shape[0], used.shape[0]], tl.float32)
-    if P > 0:
-        width: tl.constexpr = q.shape[1]
-        cols = tl.arange(0, width)
-        k = load_tile(k_ptr, k_at, cols, used, P, width, MASKED)
-        scores = dot(q, tl.trans(k), scores)
-    if R > 0:
-        rope_width: tl.constexpr = q_rope.shape[1]
-        cols_r = tl.arange(0, rope_width)
-        k_rope = load_tile(rope_ptr, rope_at, cols_r, used, R, rope_width, MASKED)
-        scores = dot(q_rope, tl.trans(k_rope), scores)
+    scores, _, _ = score_keys(q, q_rope, k_ptr, rope_ptr, k_at, rope_at, used, P, R, MASKED)
     scores *= scale
     if MASKED:
         scores = tl.where(visible, scores + bias, float("-inf"))
@@ -225,12 +215,9 @@ def mla_expanded_kernel(
     for start in range(whole, stop, BLOCK_N):
         keys = start + offs_n
         place = (begin_k + keys - key_begin).to(tl.int64)
-        visible = row_ok[:, None] & (keys < stop)[None, :]
-        if CAUSAL:
-            visible = visible & (keys[None, :] <= reach + query[:, None])
-        mask_at = mask_ptr + mask_row[:, None] + keys[None, :].to(tl.int64) * stride_mask_t
-        visible, used, bias = visibility(visible, mask_at, keys < stop, MASK)
-        live = True if MASK == NO_MASK else tl.max(used.to(tl.int32), 0) > 0
+        visible, used, bias, live = visible_tile(
+            keys, stop, reach, query, row_ok, mask_ptr, mask_row, stride_mask_t, CAUSAL, MASK
+        )
         if live:
             acc, top, total = _attend_tile(
                 acc, top, total, q, q_rope, k_ptr, rope_ptr, v_ptr,

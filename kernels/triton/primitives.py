@@ -21,8 +21,10 @@ __all__ = [
     "load_tile",
     "online_softmax",
     "probabilities",
+    "score_keys",
     "to_e4m3",
     "visibility",
+    "visible_tile",
 ]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -150,6 +152,58 @@ def visibility(visible, pointers, stop_ok, MASK: tl.constexpr):
         # What no row sees may be NaN, and 0 * NaN is NaN.
         used = tl.max(visible.to(tl.int32), 0) > 0
     return visible, used, bias
+
+
+@triton.jit
+def visible_tile(
+    keys,
+    stop,
+    reach,
+    query,
+    row_ok,
+    mask_ptr,
+    mask_row,
+    stride_mask_t,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Return what `visibility` does for a tile of keys, and whether any of them is seen.
+
+    Keys end at `stop`; with the causal rule query `i` sees those up to `reach + i`.
+    """
+    visible = row_ok[:, None] & (keys < stop)[None, :]
+    if CAUSAL:
+        visible = visible & (keys[None, :] <= reach + query[:, None])
+    mask_at = mask_ptr + mask_row[:, None] + keys[None, :].to(tl.int64) * stride_mask_t
+    visible, used, bias = visibility(visible, mask_at, keys < stop, MASK)
+    live = True if MASK == NO_MASK else tl.max(used.to(tl.int32), 0) > 0
+    return visible, used, bias, live
+
+
+@triton.jit
+def score_keys(
+    q,
+    q_rope,
+    k_ptr,
+    rope_ptr,
+    k_at,
+    rope_at,
+    used,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load a tile of expanded keys; return its products with queries `[M, N]`, and both parts."""
+    scores = tl.zeros([q.shape[0], used.shape[0]], tl.float32)
+    k, k_rope = q, q_rope  # of no width: not used
+    if P > 0:
+        k = load_tile(k_ptr, k_at, tl.arange(0, q.shape[1]), used, P, q.shape[1], MASKED)
+        scores = dot(q, tl.trans(k), scores)
+    if R > 0:
+        cols = tl.arange(0, q_rope.shape[1])
+        k_rope = load_tile(rope_ptr, rope_at, cols, used, R, q_rope.shape[1], MASKED)
+        scores = dot(q_rope, tl.trans(k_rope), scores)
+    return scores, k, k_rope
 
 
 @triton.jit
