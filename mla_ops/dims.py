@@ -14,6 +14,8 @@ from mla_ops.errors import InvalidInputError
 
 __all__ = ["PRESETS", "MLADims", "split_kv_b", "stat_dtype"]
 
+_FEW_TOKENS = 4  # for which a weight is read, not multiplied
+
 
 @dataclass(frozen=True)
 class MLADims:
@@ -82,6 +84,30 @@ class MLADims:
             return math.inf
         once = self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
         return once / (absorbed - expanded)
+
+    def should_expand(self, num_queries: int, num_keys: int) -> bool:
+        """Whether expanding costs fewer FLOPs than absorbing for one causal request.
+
+        The up projections act on the queries and results in one form, on the keys in the other. So
+        a prompt without a context is always expanded, where a pair costs less so; behind a long
+        context the turn is at `expand_threshold`. For a handful of tokens the projections cost the
+        reading of their weight in both forms, and in the absorbed one requests can share it.
+
+        Args:
+            num_queries: new tokens.
+            num_keys: keys, those of the new tokens included.
+
+        Example:
+            >>> dims = MLADims.preset("deepseek-v3")
+            >>> [dims.should_expand(100, keys) for keys in (100, 300, 8192)]
+            [True, False, False]
+        """
+        once = self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
+        gain = 2 * self.kv_lora_rank - self.qk_nope_head_dim - self.v_head_dim
+        context = num_keys - num_queries
+        first = max(0, -context)  # queries that see nothing
+        pairs = (num_queries - first) * (num_keys + context + first + 1) // 2
+        return num_queries > _FEW_TOKENS and context * once < pairs * gain
 
     @classmethod
     def preset(cls, name: str) -> MLADims:

@@ -16,7 +16,6 @@ constexpr int64_t kAbsorbedKeys = 128;  // of a tile
 constexpr int64_t kAbsorbedRows = 128;  // tokens x heads of a task
 constexpr int64_t kGroupTokens = 64;    // that the up projections act on at once
 constexpr int64_t kGroupRows = 2048;    // tokens x heads of these
-constexpr int64_t kFewTokens = 4;       // for which W_uv is not worth packing
 constexpr int64_t kLeastSpan = 256;     // keys that are worth a task of their own
 constexpr int64_t kTasksPerThread = 4;
 

@@ -6,8 +6,6 @@ Sources: absorption, DeepSeek-V2 (arXiv:2405.04434); tiles and online softmax, F
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -46,13 +44,6 @@ def _refusing() -> Iterator[None]:
 def _lined(tensor: Tensor) -> Tensor:
     """Return a tensor whose rows are contiguous; the kernels take any other strides."""
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-@functools.lru_cache(maxsize=64)
-def _expand_above(heads: int, rank: int, nope: int, rope: int, value: int) -> int:
-    """Return how many new tokens of a request are still absorbed."""
-    dims = MLADims(heads, rank, nope, rope, value)
-    return 1 << 40 if math.isinf(dims.expand_threshold) else int(dims.expand_threshold)
 
 
 def _widths(query: Tensor, w_kv_b: Tensor, rope: int) -> tuple[int, int, int, int, int]:
@@ -129,7 +120,6 @@ class CpuBackend:
             options.is_causal,
             options.workspace_tokens or _MOST_KEYS,
             self._in_bfloat16(query.dtype),
-            _expand_above(*widths),
             torch.get_num_threads(),
             out,
             lse,
@@ -205,7 +195,6 @@ class CpuBackend:
                 batch.softmax_scale,
                 batch.workspace_tokens or _MOST_KEYS,
                 self._in_bfloat16(query.dtype),
-                _expand_above(*widths),
                 torch.get_num_threads(),
                 out,
                 lse,
@@ -226,7 +215,6 @@ class CpuBackend:
             limits.num_tokens,
             limits.workspace_tokens,
             self._in_bfloat16(limits.dtype),
-            _expand_above(*widths),
             torch.get_num_threads(),
         )
         per_token = dims.v_head_dim * limits.dtype.itemsize + torch.float32.itemsize

@@ -16,12 +16,22 @@
 
 namespace mla {
 
+constexpr int64_t kFewTokens = 4;  // for which a weight is read, not multiplied
+
 struct Dims {
   int64_t heads, latent, nope, rope, value;
 
   int64_t latent_padded() const { return even(latent); }
   int64_t nope_padded() const { return even(nope); }
   int64_t rope_padded() const { return even(rope); }
+  // The rule of `MLADims.should_expand`.
+  bool should_expand(int64_t queries, int64_t keys) const {
+    const int64_t once = latent * (nope + value), gain = 2 * latent - nope - value;
+    const int64_t context = keys - queries, first = std::max<int64_t>(0, -context);
+    const int64_t pairs = (queries - first) * (keys + context + first + 1) / 2;
+    return queries > kFewTokens && context * once < pairs * gain;
+  }
+
   int64_t absorbed() const { return latent_padded() + rope_padded(); }
   int64_t expanded() const { return nope_padded() + rope_padded(); }
 };

@@ -34,8 +34,8 @@ inline std::vector<ExpandedTask> plan_expanded(const Batch& batch,
   const int64_t share = round_up((most + parts - 1) / parts, kExpandedQueries);
   const int64_t step = std::clamp(share, kLeastQueries, kMostQueries);
   std::vector<ExpandedTask> tasks;
-  for (const Request* r : requests) {
-    for (int64_t head = 0; head < batch.dims.heads; ++head) {
+  for (int64_t head = 0; head < batch.dims.heads; ++head) {  // outside: requests share its weight
+    for (const Request* r : requests) {
       for (int64_t first = 0; first < r->tokens; first += step) {
         tasks.push_back({r, head, first, std::min(step, r->tokens - first)});
       }
@@ -64,6 +64,7 @@ class Expanded {
 
   struct Scratch {
     C *query, *weight, *packed_weight;
+    int64_t packed_head = -1;           // whose W_uv is packed
     float *out, *top, *mass;            // running results of the task
     C *latent_columns, *keys, *values;  // of a tile, packed
     C* columns;                         // expanded keys before they are packed
@@ -149,8 +150,11 @@ class Expanded {
     matmul<C>(d.nope, padded, wide, w_uk, stride, s.latent_columns, padded, s.product, padded,
               false);
     pack_floats<C>(s.product, d.nope, d.nope_padded(), padded, s.keys, false);
-    const C* w_uv = rows_of<C>(batch_.up, first + d.nope, d.value, d.latent, s.weight, &stride);
-    pack_columns<C>(w_uv, stride, d.value, d.value, wide, s.packed_weight);
+    if (s.packed_head != task.head) {
+      const C* w_uv = rows_of<C>(batch_.up, first + d.nope, d.value, d.latent, s.weight, &stride);
+      pack_columns<C>(w_uv, stride, d.value, d.value, wide, s.packed_weight);
+      s.packed_head = task.head;
+    }
     matmul<C>(padded, d.value, wide, tile.latent, tile.latent_stride, s.packed_weight, d.value,
               s.product, d.value, false);
     pack_floats<C>(s.product, end - begin, padded, d.value, s.values, keys.clean);

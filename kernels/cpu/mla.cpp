@@ -82,11 +82,12 @@ void with_memory(F&& use, const Batch& batch, Sizes... sizes) {
 }
 
 template <class C>
-void run_as(const Batch& batch, int64_t expand_above) {
+void run_as(const Batch& batch) {
   std::vector<const Request*> few, many;
   for (const Request& r : batch.requests) {
     if (r.tokens == 0) continue;
-    (r.keys.expanded() || r.tokens > expand_above ? many : few).push_back(&r);
+    const bool expand = r.keys.expanded() || batch.dims.should_expand(r.tokens, r.end - r.begin);
+    (expand ? many : few).push_back(&r);
   }
   if (!few.empty()) {
     const std::vector<Group> groups = plan_groups(batch, few);
@@ -108,24 +109,22 @@ void run_as(const Batch& batch, int64_t expand_above) {
 
 // The bytes that the worst batch of so many tokens holds beside its results.
 template <class C>
-int64_t worst_bytes_as(const Batch& batch, int64_t tokens, int64_t expand_above) {
+int64_t worst_bytes_as(const Batch& batch, int64_t tokens) {
   const int64_t grouped = std::min(tokens, group_tokens(batch.dims));
   const int64_t rows = most_partial_rows(batch.dims, grouped, batch.threads);
   const int64_t absorbed = bytes_of<Absorbed<C>>(batch, grouped, rows);
-  if (tokens <= expand_above) return absorbed;
   const int64_t queries = std::min(round_up(tokens, kExpandedQueries), kMostQueries);
   return std::max(absorbed, bytes_of<Expanded<C>>(batch, queries));
 }
 
 int64_t worst_bytes(int64_t heads, int64_t latent, int64_t nope, int64_t rope, int64_t value,
-                    int64_t tokens, int64_t most_keys, bool in_bfloat16, int64_t expand_above,
-                    int threads) {
+                    int64_t tokens, int64_t most_keys, bool in_bfloat16, int threads) {
   Batch batch;
   batch.dims = {heads, latent, nope, rope, value};
   batch.most_keys = most_keys;
   batch.threads = threads;
-  return in_bfloat16 ? worst_bytes_as<BFloat16>(batch, tokens, expand_above)
-                     : worst_bytes_as<float>(batch, tokens, expand_above);
+  return in_bfloat16 ? worst_bytes_as<BFloat16>(batch, tokens)
+                     : worst_bytes_as<float>(batch, tokens);
 }
 
 // Whether this CPU has the products of two bf16 matrices that the kernels are made of.
@@ -141,12 +140,12 @@ bool takes_bfloat16() {
   }
 }
 
-void run(const Batch& batch, bool in_bfloat16, int64_t expand_above) {
+void run(const Batch& batch, bool in_bfloat16) {
   const pybind11::gil_scoped_release released;
   if (in_bfloat16) {
-    run_as<BFloat16>(batch, expand_above);
+    run_as<BFloat16>(batch);
   } else {
-    run_as<float>(batch, expand_above);
+    run_as<float>(batch);
   }
 }
 
@@ -155,8 +154,8 @@ void run(const Batch& batch, bool in_bfloat16, int64_t expand_above) {
 // S].
 void attention(const Tensor& query, const Tensor& kv_c, const Tensor& k_pe, const Tensor& w_kv_b,
                const Optional& mask, const Optional& bounds, const Optional& sinks, double scale,
-               bool causal, int64_t most_keys, bool in_bfloat16, int64_t expand_above, int threads,
-               const Tensor& out, const Tensor& lse) {
+               bool causal, int64_t most_keys, bool in_bfloat16, int threads, const Tensor& out,
+               const Tensor& lse) {
   Batch batch;
   const int64_t heads = query.size(1), rope = k_pe.size(2), nope = query.size(3) - rope;
   batch.dims = {heads, kv_c.size(2), nope, rope, out.size(3)};
@@ -194,7 +193,7 @@ void attention(const Tensor& query, const Tensor& kv_c, const Tensor& k_pe, cons
     }
     batch.requests.push_back(request);
   }
-  run(batch, in_bfloat16, expand_above);
+  run(batch, in_bfloat16);
 }
 
 // Paged: query [T, H, P+R] of requests at `starts` [n+1] with lengths `lens` [n], both int32. The
@@ -203,8 +202,7 @@ void attention(const Tensor& query, const Tensor& kv_c, const Tensor& k_pe, cons
 void paged(const Tensor& query, const Optional& kv_c, const Optional& k_pe, const Tensor& w_kv_b,
            const Tensor& cache, const Tensor& block_table, const Tensor& starts, const Tensor& lens,
            const Optional& kv_scale, int64_t cached, double scale, int64_t most_keys,
-           bool in_bfloat16, int64_t expand_above, int threads, const Tensor& out,
-           const Tensor& lse) {
+           bool in_bfloat16, int threads, const Tensor& out, const Tensor& lse) {
   check_spans("cu_seqlens_q", starts, query.size(0));
   Batch batch;
   const int64_t latent = w_kv_b.size(1), rope = cache.size(2) - latent, nope = query.size(2) - rope;
@@ -246,7 +244,7 @@ void paged(const Tensor& query, const Optional& kv_c, const Optional& k_pe, cons
     check_table(request.keys.pages.table, block_table.size(1), 0, behind, cache.size(0), i);
     batch.requests.push_back(request);
   }
-  run(batch, in_bfloat16, expand_above);
+  run(batch, in_bfloat16);
 }
 
 // Ragged, expanded: query [T, H, P+R], k_nope [K, H, P], k_pe [K, R], value [K, H, V].
@@ -277,7 +275,7 @@ void prefill(const Tensor& query, const Tensor& k_nope, const Tensor& k_pe, cons
     request.keys.rope = Strided(k_pe, 0).moved(key[i] * k_pe.stride(0));
     batch.requests.push_back(request);
   }
-  run(batch, in_bfloat16, 0);
+  run(batch, in_bfloat16);
 }
 
 void update_cache(const Tensor& kv_c, const Tensor& k_pe, const Tensor& cache, const Tensor& slots,
