@@ -6,6 +6,8 @@ The scratch is counted by the functions that allocate it; the rest follows the w
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 
 from mla_ops.dims import MLADims, stat_dtype
@@ -32,12 +34,19 @@ def worst_bytes(dims: MLADims, limits: PagedLimits) -> dict[str, int]:
     sizes = {*range(1, min(longest, MOST_QUERIES) + 1), longest, max(turn, 1)}
     return max(
         (
-            batch_bytes(dims, limits, new, limits.max_seq_len, cached=cached)
+            batch_bytes(dims, limits, new, keys, cached=cached)
             for new in sizes
+            for keys in (limits.max_seq_len, _most_expanded(dims, new, limits.max_seq_len))
             for cached in (False, new <= limits.decode_threshold)
         ),
         key=lambda parts: sum(parts.values()),
     )
+
+
+def _most_expanded(dims: MLADims, new: int, longest: int) -> int:
+    """Return the most keys that are expanded for so many new tokens; without any, `new`."""
+    lengths = range(new, max(new, longest) + 1)
+    return new + bisect_left(lengths, True, lo=1, key=lambda n: not dims.should_expand(new, n)) - 1
 
 
 def batch_bytes(
@@ -67,7 +76,7 @@ def batch_bytes(
         dtype=limits.dtype,
         cache_dtype=limits.cache_dtype,
         device=limits.device,
-        expand=num_queries > dims.expand_threshold,
+        expand=dims.should_expand(num_queries, num_keys),
     )
     row = limits.cache_dtype.itemsize + (0 if compute == limits.cache_dtype else compute.itemsize)
     per_token = dims.v_head_dim * limits.dtype.itemsize + stats.itemsize

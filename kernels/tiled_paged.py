@@ -105,7 +105,7 @@ def paged_attention(
             group = [
                 i
                 for i in members
-                if ragged.new(i) > 0 and (ragged.new(i) > dims.expand_threshold) == expand
+                if ragged.new(i) > 0 and dims.should_expand(ragged.new(i), ragged.lens[i]) == expand
             ]
             if group:
                 _attend_group(group, query, new, w_kv_b, batch, ragged, dims, expand, out, lse)

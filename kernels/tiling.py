@@ -104,12 +104,12 @@ def plan_tiles(
         workspace_tokens: most keys in one tile, None for no limit of the caller's.
         device: where the tensors are.
         converts: whether latents are copied into the compute dtype, which bounds the tile too.
-        expand: the form, None to choose by `MLADims.expand_threshold`.
+        expand: the form, None to choose by `MLADims.should_expand`.
     """
     on_cpu = device.type == "cpu"
     budget = _CPU_ELEMENTS_PER_THREAD * torch.get_num_threads() if on_cpu else _DEVICE_ELEMENTS
     if expand is None:
-        expand = num_queries > dims.expand_threshold
+        expand = dims.should_expand(num_queries, num_keys)
     queries = max(1, min(num_queries, MOST_QUERIES))
     if expand:
         keys = _EXPANDED_KEYS

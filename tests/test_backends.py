@@ -100,14 +100,36 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
 
 
 def test_each_form_is_taken_where_it_costs_less(plans: list[Plan]) -> None:
-    dims = DIMS["odd"]
-    few, many = int(dims.expand_threshold), int(dims.expand_threshold) + 1
-    for num_queries in (1, few, many):
-        inputs = attention_inputs(dims, (1, num_queries, 9))
+    odd, wide = DIMS["odd"], DIMS["wide-values"]
+    few, many = int(odd.expand_threshold), int(odd.expand_threshold) + 1
+    forms = {
+        (odd, 1, 9): False,
+        (odd, 4, 4): False,  # a handful
+        (odd, 5, 5): True,  # without a context a prompt of any other length
+        (odd, 5, 30): False,
+        (odd, few, 4000): False,
+        (odd, many, 4000): True,
+        (wide, 300, 300): False,
+    }
+    for dims, queries, keys in forms:
+        inputs = attention_inputs(dims, (1, queries, keys))
         mla_ops.mla_attention(*inputs[:4], **inputs.options)
-    inputs = attention_inputs(DIMS["wide-values"], (1, 300, 9))
-    mla_ops.mla_attention(*inputs[:4], **inputs.options)
-    assert [plan.expand for plan in plans] == [False, False, True, False]
+    assert [plan.expand for plan in plans] == list(forms.values())
+
+
+@pytest.mark.parametrize("name", sorted(DIMS))
+def test_the_rule_of_the_forms_counts_flops(name: str) -> None:
+    """Against a count pair by pair; the compiled kernels have the rule once more."""
+    dims = DIMS[name]
+    pair_of_up = dims.kv_lora_rank * (dims.qk_nope_head_dim + dims.v_head_dim)
+    absorbed_pair = 2 * dims.kv_lora_rank + dims.qk_rope_head_dim
+    expanded_pair = dims.qk_head_dim + dims.v_head_dim
+    for queries in (1, 4, 5, 6, 20, 60):
+        for keys in (0, 1, 5, 19, 20, 21, 40, 90, 1000):
+            pairs = sum(max(0, keys - queries + i + 1) for i in range(queries))
+            absorbed = queries * pair_of_up + pairs * absorbed_pair
+            expanded = keys * pair_of_up + pairs * expanded_pair
+            assert dims.should_expand(queries, keys) == (queries > 4 and expanded < absorbed)
 
 
 def test_the_suite_takes_both_forms_in_tiles(plans: list[Plan]) -> None:
