@@ -21,7 +21,7 @@ import mla_ops
 from mla_ops import MLADims, reference
 from mla_ops.dispatch import Call
 from mla_ops.kernels.cpu import build
-from mla_ops.testing import attention_inputs
+from mla_ops.testing import DIMS, attention_inputs
 
 WIDE = MLADims(16, 128, 32, 16, 24)  # as many heads as a vector has lanes
 CALL = Call("mla_attention", "cpu", torch.bfloat16)
@@ -138,6 +138,17 @@ def test_a_nan_that_is_seen_shows_and_one_that_is_hidden_does_not(new: int) -> N
         inputs.kv_c[0, 7] = 0.0
         clean = mla_ops.mla_attention(*inputs[:4], softmax_scale=scale, attn_mask=mask)
     assert torch.equal(hidden.out, clean.out)
+
+
+@needs_native
+@pytest.mark.parametrize("dims", [WIDE, *DIMS.values()], ids=str)
+def test_the_form_is_chosen_as_everywhere(dims: MLADims) -> None:
+    native = mla_ops.get_backend("cpu")._native
+    widths = (dims.kv_lora_rank, dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
+    for queries in range(0, 90, 3):
+        for keys in range(0, 400, 7):
+            ours = native.should_expand(*widths, queries, keys)
+            assert ours == dims.should_expand(queries, keys)
 
 
 @needs_native

@@ -127,6 +127,12 @@ int64_t worst_bytes(int64_t heads, int64_t latent, int64_t nope, int64_t rope, i
                      : worst_bytes_as<float>(batch, tokens);
 }
 
+// The rule by which a request is expanded; tests compare it with `MLADims.should_expand`.
+bool should_expand(int64_t latent, int64_t nope, int64_t rope, int64_t value, int64_t queries,
+                   int64_t keys) {
+  return Dims{1, latent, nope, rope, value}.should_expand(queries, keys);
+}
+
 // Whether this CPU has the products of two bf16 matrices that the kernels are made of.
 bool takes_bfloat16() {
   BFloat16 a[64] = {}, b[64] = {};
@@ -342,6 +348,7 @@ void merge(const Tensor& prefix, const Tensor& prefix_lse, const Tensor& suffix,
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("takes_bfloat16", &mla::takes_bfloat16);
   m.def("worst_bytes", &mla::worst_bytes);
+  m.def("should_expand", &mla::should_expand);
   m.def("attention", &mla::attention);
   m.def("paged", &mla::paged);
   m.def("prefill", &mla::prefill);
