@@ -112,6 +112,37 @@ inline float dot(const BFloat16* a, const BFloat16* b, int64_t n) {
   return _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
 }
 
+// C [M, N] = A [M, K] * B [K, N] for few rows: B is read once, pairs of its rows are interleaved on
+// the way. K is even, N a multiple of 32, and the rows of A lie one after the other.
+inline void few_products(int64_t m, int64_t k, int64_t n, const BFloat16* a, const BFloat16* b,
+                         int64_t ldb, float* c) {
+  constexpr std::make_integer_sequence<int, 32> all;
+  std::memset(c, 0, m * n * sizeof(float));
+  const auto row = [](const BFloat16* p) {
+    ManyShorts v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  };
+  const auto add = [](float* to, int32_t weights, ManyShorts pairs) {
+    const auto sums = _mm512_dpbf16_ps(_mm512_loadu_ps(to), (__m512bh)_mm512_set1_epi32(weights),
+                                       same_bits<__m512bh>(pairs));
+    _mm512_storeu_ps(to, sums);
+  };
+  for (int64_t p = 0; p < k; p += 2) {
+    for (int64_t i = 0; i < n; i += 32) {
+      const ManyShorts low = row(b + p * ldb + i), high = row(b + (p + 1) * ldb + i);
+      const ManyShorts first = interleave<false>(low, high, all);
+      const ManyShorts second = interleave<true>(low, high, all);
+      for (int64_t t = 0; t < m; ++t) {
+        int32_t weights;
+        std::memcpy(&weights, a + t * k + p, sizeof weights);
+        add(c + t * n + i, weights, first);
+        add(c + t * n + i + kLanes, weights, second);
+      }
+    }
+  }
+}
+
 // Adds K q^T to scores [keys, 16 V] for the few rows of a decode: there the keys come from memory,
 // and multiplying takes no longer than reading. So every line that is multiplied asks for one of
 // the next tile, at `ahead[key]`. `words` of a key's width are multiplied; `query` is packed.
@@ -235,8 +266,7 @@ class Absorbed {
     int64_t stride = 0;
     const C* w =
         rows_of<C>(batch_.up, head * batch_.head_rows(), d.nope, d.latent, s.weight, &stride);
-    pack_rows<C>(w, stride, d.nope, wide, d.latent, s.packed, false);
-    matmul<C>(rows, d.latent, wide, s.left, wide, s.packed, d.latent, s.product, d.latent, false);
+    project_down(group.tokens, rows, w, stride, s);
     for (int64_t t = 0; t < group.tokens; ++t) {
       C* to = query_ + (t * d.heads + head) * d.absorbed();
       convert_row(ScalarType::Float, s.product + t * d.latent, to, d.latent);
@@ -414,6 +444,22 @@ class Absorbed {
         write_row(out, piece.first + i, head, s.product + (piece.place + i) * d.value, d.value);
       }
     }
+  }
+
+  // product [tokens, L] = left [tokens, P] times W_uk [P, L].
+  void project_down(int64_t tokens, int64_t rows, const C* w, int64_t stride, Scratch& s) const {
+    const Dims& d = batch_.dims;
+    const int64_t wide = d.nope_padded();
+#if defined(__AVX512BF16__)
+    if constexpr (kPack<C> == 2) {
+      if (tokens <= kFewTokens && wide == d.nope && d.latent % 32 == 0) {
+        few_products(tokens, d.nope, d.latent, s.left, w, stride, s.product);
+        return;
+      }
+    }
+#endif
+    pack_rows<C>(w, stride, d.nope, wide, d.latent, s.packed, false);
+    matmul<C>(rows, d.latent, wide, s.left, wide, s.packed, d.latent, s.product, d.latent, false);
   }
 
   // product [tokens, V] = left [tokens, L] times the transpose of W_uv [V, L].
