@@ -177,7 +177,7 @@ def workspace_bytes(
         >>> import torch, mla_ops
         >>> limits = mla_ops.ServingLimits(2048, 64, 163_840, block_size=64)
         >>> dims = mla_ops.MLADims.preset("deepseek-v2-lite")
-        >>> need = mla_ops.workspace_bytes(dims, limits, dtype=torch.bfloat16)
+        >>> need = mla_ops.workspace_bytes(dims, limits, dtype=torch.bfloat16, backend="tiled")
         >>> need.backend, need.parts["results"] == 2048 * 16 * (128 * 2 + 4)
         ('tiled', True)
     """

@@ -49,6 +49,7 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from mla_ops.kernels.tiled import TiledBackend
 
+        monkeypatch.setenv("MLA_OPS_BACKEND", "tiled")
         self.calls = 0
         original = TiledBackend.mla_attention
 
@@ -175,8 +176,10 @@ def test_compile_caches_are_tagged_once() -> None:
 
 
 WARM = """
+    import os
     import sys
     import torch
+    os.environ["MLA_OPS_BACKEND"] = "tiled"
     sys.path.insert(0, {tests!r})
     from toys import Toy, inputs
     from mla_ops.kernels.tiled import TiledBackend

@@ -116,7 +116,8 @@ def report(model: nn.Module) -> PatchReport:
         ...     qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, first_k_dense_replace=1,
         ... )
         >>> model = DeepseekV3ForCausalLM(config).eval()
-        >>> print(mla_ops.hf.report(mla_ops.hf.patch(model)))
+        >>> with mla_ops.use_backend("tiled"):
+        ...     print(mla_ops.hf.report(mla_ops.hf.patch(model)))
         1 MLA layers: 1 run mla_ops, 0 stock code
           model.layers.0.self_attn  DeepseekV3Attention  mla_ops (tiled)
     """
