@@ -96,10 +96,13 @@ def test_queries_around_blocks_in_the_expanded_form(
 
 
 @needs_native
-@pytest.mark.parametrize("tokens", [63, 64, 65, 130])
-def test_more_tokens_than_the_up_projections_take_at_once(tokens: int) -> None:
-    errors(MLADims(3, 64, 60, 8, 100), (1, tokens, 150), torch.float32, is_causal=True)
-    errors(MLADims(40, 32, 16, 8, 100), (tokens, 1, 20), torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [2, 12, 13, 63, 64, 65, 130])
+def test_tokens_around_what_the_up_projections_take_at_once(
+    tokens: int, dtype: torch.dtype
+) -> None:
+    errors(MLADims(3, 64, 60, 8, 100), (1, tokens, 150), dtype, is_causal=True)
+    errors(MLADims(40, 32, 16, 8, 100), (tokens, 1, 20), dtype)
 
 
 @needs_native

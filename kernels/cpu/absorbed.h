@@ -16,6 +16,7 @@ constexpr int64_t kAbsorbedKeys = 128;  // of a tile
 constexpr int64_t kAbsorbedRows = 128;  // tokens x heads of a task
 constexpr int64_t kGroupTokens = 64;    // that the up projections act on at once
 constexpr int64_t kGroupRows = 2048;    // tokens x heads of these
+constexpr int64_t kFewRows = 12;        // for which a weight is not worth packing
 constexpr int64_t kLeastSpan = 256;     // keys that are worth a task of their own
 constexpr int64_t kTasksPerThread = 4;
 
@@ -112,6 +113,8 @@ inline float dot(const BFloat16* a, const BFloat16* b, int64_t n) {
   return _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
 }
 
+constexpr int64_t kAhead = 8;  // rows of a weight that are asked for before they are needed
+
 // C [M, N] = A [M, K] * B [K, N] for few rows: B is read once, pairs of its rows are interleaved on
 // the way. K is even, N a multiple of 32, and the rows of A lie one after the other.
 inline void few_products(int64_t m, int64_t k, int64_t n, const BFloat16* a, const BFloat16* b,
@@ -130,6 +133,9 @@ inline void few_products(int64_t m, int64_t k, int64_t n, const BFloat16* a, con
   };
   for (int64_t p = 0; p < k; p += 2) {
     for (int64_t i = 0; i < n; i += 32) {
+      for (int64_t j = 0; j < 2; ++j) {
+        _mm_prefetch(reinterpret_cast<const char*>(b + (p + kAhead + j) * ldb + i), _MM_HINT_T0);
+      }
       const ManyShorts low = row(b + p * ldb + i), high = row(b + (p + 1) * ldb + i);
       const ManyShorts first = interleave<false>(low, high, all);
       const ManyShorts second = interleave<true>(low, high, all);
@@ -452,7 +458,7 @@ class Absorbed {
     const int64_t wide = d.nope_padded();
 #if defined(__AVX512BF16__)
     if constexpr (kPack<C> == 2) {
-      if (tokens <= kFewTokens && wide == d.nope && d.latent % 32 == 0) {
+      if (tokens <= kFewRows && wide == d.nope && d.latent % 32 == 0) {
         few_products(tokens, d.nope, d.latent, s.left, w, stride, s.product);
         return;
       }
@@ -468,7 +474,7 @@ class Absorbed {
     const int64_t wide = d.latent_padded();
 #if defined(__AVX512BF16__)
     if constexpr (kPack<C> == 2) {
-      if (tokens <= kFewTokens) {  // packing would take longer than multiplying
+      if (tokens <= kFewRows) {  // packing would take longer than multiplying
         for (int64_t v = 0; v < d.value; ++v) {
           for (int64_t t = 0; t < tokens; ++t)
             s.product[t * d.value + v] = dot(w + v * stride, s.left + t * wide, wide);
