@@ -64,8 +64,8 @@ class Transformers(Peer):
         return None
 
     def memory(self, case: Case) -> int:
-        """Return the bytes of the projected latents, and of keys and values."""
-        return 2 * expanded_bytes(case) if isinstance(case, AttentionCase) else 0
+        """Return the bytes of the projected latents, of keys and values, and of their copies."""
+        return 4 * expanded_bytes(case) if isinstance(case, AttentionCase) else 0
 
     def prepare(self, problem: Problem) -> Run:
         """Build an attention module around the weight."""
@@ -110,8 +110,8 @@ class TorchSDPA(Peer):
         return "expanded cache, no projection"
 
     def memory(self, case: Case) -> int:
-        """Return the bytes of keys and values, twice while they are made."""
-        return 2 * expanded_bytes(case) if isinstance(case, AttentionCase) else 0
+        """Return the bytes of keys and values, and of what they are made from."""
+        return 4 * expanded_bytes(case) if isinstance(case, AttentionCase) else 0
 
     def prepare(self, problem: Problem) -> Run:
         """Expand the latents beforehand."""
