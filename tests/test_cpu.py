@@ -82,7 +82,7 @@ def test_rows_around_vectors_and_blocks(heads: int, dtype: torch.dtype) -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("new", [127, 128, 129, 300])
+@pytest.mark.parametrize("new", [63, 64, 65, 129, 300])
 def test_queries_around_blocks_in_the_expanded_form(
     new: int, dtype: torch.dtype, threads: None
 ) -> None:

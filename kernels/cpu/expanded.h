@@ -12,10 +12,10 @@
 
 namespace mla {
 
-constexpr int64_t kExpandedKeys = 256;     // of a tile
-constexpr int64_t kExpandedQueries = 128;  // of a block
-constexpr int64_t kMostQueries = 4096;     // of a task
-constexpr int64_t kLeastQueries = 128;     // of a task: each task makes the keys anew
+constexpr int64_t kExpandedKeys = 256;    // of a tile
+constexpr int64_t kExpandedQueries = 64;  // of a block
+constexpr int64_t kMostQueries = 4096;    // of a task
+constexpr int64_t kLeastQueries = 128;    // of a task: each task makes the keys anew
 
 // Queries [first, first + count) of one head.
 struct ExpandedTask {
