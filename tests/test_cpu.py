@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from families import in_a_fresh_process
-from native import has_native, needs_native
+from native import needs_native
 
 import mla_ops
 from mla_ops import MLADims, reference
@@ -200,7 +201,16 @@ def test_no_compiler(nothing_built: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not list(nothing_built.rglob("*.so"))
 
 
-@pytest.mark.skipif(not has_native(), reason="no C++ compiler")
+def test_no_headers(nothing_built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # any program will do
+    monkeypatch.setattr(build, "python_header", lambda: nothing_built / "Python.h")
+    with pytest.raises(
+        ImportError, match=r"needs the headers of Python \(python3-dev\), there is no"
+    ):
+        build.load()
+
+
+@needs_native
 def test_a_compiler_that_fails_is_asked_once(
     nothing_built: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

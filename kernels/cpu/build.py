@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +26,7 @@ import torch
 
 from mla_ops import env
 
-__all__ = ["flags", "library_path", "load"]
+__all__ = ["flags", "library_path", "load", "python_header"]
 
 _SOURCES = Path(__file__).parent
 _LOGGER = logging.getLogger(__name__)
@@ -53,6 +54,11 @@ def flags() -> tuple[str, ...]:
     return (*_COMMON, *_ARCHITECTURES[capability], *extra)
 
 
+def python_header() -> Path:
+    """Return where this Python's C header belongs; it may not be installed."""
+    return Path(sysconfig.get_paths()["include"]) / "Python.h"
+
+
 def library_path() -> Path:
     """Return where the library for this machine lies once it is built.
 
@@ -77,6 +83,10 @@ def _compile(target: Path) -> None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         raise ImportError(f"needs a C++ compiler, and there is no {compiler} (CXX names another)")
+    if not python_header().exists():
+        raise ImportError(
+            f"needs the headers of Python (python3-dev), there is no {python_header()}"
+        )
     try:
         from torch.utils import cpp_extension
     except ImportError as error:
