@@ -61,23 +61,25 @@ struct Merge {
     const float in_a = std::exp(a - base), in_b = std::exp(b - base), total = in_a + in_b;
     const float whole = total == 0.0f ? 1.0f : total;
     const float of_a = in_a / whole, of_b = in_b / whole;
-    alignas(64) float x[kLanes], y[kLanes];
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const int64_t n = std::min(kLanes, width - i);
+    alignas(64) float x[kChunk], y[kChunk];
+    for (int64_t i = 0; i < width; i += kChunk) {
+      const int64_t n = std::min(kChunk, width - i);
       // What an empty side holds may be garbage, and 0 * NaN is NaN.
       take(prefix, token, head, i, n, of_a, x);
       take(suffix, token, head, i, n, of_b, y);
-      store(x, load(x) + load(y));
+      for (int64_t j = 0; j < n; ++j) x[j] += y[j];
       write_row(out.moved(i), token, head, x, n);
     }
     return top + std::log(total);
   }
 
  private:
+  static constexpr int64_t kChunk = 256;
+
   static void take(const Strided& from, int64_t token, int64_t head, int64_t first, int64_t n,
                    float weight, float* to) {
     if (weight == 0.0f) {
-      std::fill(to, to + kLanes, 0.0f);
+      std::fill(to, to + n, 0.0f);
     } else {
       convert_row(from.dtype, from.moved(first).at(token, head), to, n, weight);
     }
