@@ -29,8 +29,11 @@ _EXAMPLE = re.compile(r"(?<=^    )Example:$|(?<=^        )Example:$", re.MULTILI
 _PICTURE = re.compile(r"^!\[([^\]]*)\]\((pictures/[\w-]+\.svg)\)$", re.MULTILINE)
 
 
-def on_pre_build(**_: Any) -> None:
-    """Lay out the three source folders as one package, as setuptools does, for the API pages."""
+def on_startup(**_: Any) -> None:
+    """Lay out the three source folders as one package, as setuptools does, for the API pages.
+
+    At the start, since a folder that is not there when the plugins are configured is not searched.
+    """
     package = ROOT / "build" / "docs" / "mla_ops"
     shutil.rmtree(package, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__")
