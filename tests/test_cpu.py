@@ -145,6 +145,24 @@ def test_a_nan_that_is_seen_shows_and_one_that_is_hidden_does_not(new: int) -> N
 
 
 @needs_native
+@pytest.mark.parametrize("place", ["out", "suffix"])
+def test_a_partial_result_in_fp64_beside_others(place: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outs = [torch.randn(5, 3, 20, generator=generator) for _ in range(2)]
+    lses = [torch.randn(3, 5, generator=generator) for _ in range(2)]
+    expected = mla_ops.merge_attn_states(outs[0], lses[0], outs[1], lses[1])
+    target = torch.full((5, 3, 20), float("nan"))
+    if place == "out":
+        target = target.double()
+    else:
+        outs[1] = outs[1].double()
+    with mla_ops.use_backend("cpu"):
+        lse = mla_ops.merge_attn_states(outs[0], lses[0], outs[1], lses[1], out=target).lse
+    torch.testing.assert_close(target.float(), expected.out)
+    torch.testing.assert_close(lse, expected.lse)
+
+
+@needs_native
 @pytest.mark.parametrize("dims", [WIDE, *DIMS.values()], ids=str)
 def test_the_form_is_chosen_as_everywhere(dims: MLADims) -> None:
     native = mla_ops.get_backend("cpu")._native

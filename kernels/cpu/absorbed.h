@@ -96,6 +96,7 @@ inline std::vector<Group> plan_groups(const Batch& batch,
 }
 
 #if defined(__AVX512BF16__)
+// The scalar product of two rows; n may be any number.
 inline float dot(const BFloat16* a, const BFloat16* b, int64_t n) {
   __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
   int64_t i = 0;

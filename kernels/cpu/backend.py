@@ -88,6 +88,10 @@ class CpuBackend:
         """Return why this backend cannot take `call`."""
         return self.capabilities.not_supported_reasons(call)
 
+    def _known(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in a dtype that the kernels know, with contiguous rows."""
+        return _lined(tensor if tensor.dtype in self.capabilities.dtypes else tensor.float())
+
     def _in_bfloat16(self, dtype: torch.dtype) -> bool:
         return dtype == torch.bfloat16 and self._has_bfloat16
 
@@ -230,11 +234,11 @@ class CpuBackend:
     ) -> Tensor:
         """Write the merged result into `out` and return its lse `[H, T]`."""
         lse = torch.empty(prefix_lse.shape, dtype=torch.float32)
-        target = _lined(out)
+        target = self._known(out)  # one of the results may be fp64 beside the others
         self._native.merge(
-            _lined(prefix_out),
+            self._known(prefix_out),
             prefix_lse,
-            _lined(suffix_out),
+            self._known(suffix_out),
             suffix_lse,
             target,
             lse,
