@@ -248,6 +248,51 @@ def test_launches_are_made_on_the_device_of_their_tensors(monkeypatch: pytest.Mo
     assert (seen, current) == ([1], [0])
 
 
+@pytest.mark.parametrize(
+    ("new", "context", "form"),
+    [
+        (1, 8192, "absorbed"),
+        (4, 0, "absorbed"),  # a handful
+        (5, 0, "expanded"),
+        (100, 0, "expanded"),
+        (100, 8192, "absorbed"),
+        (180, 8192, "expanded"),
+    ],
+)
+def test_the_form_is_the_one_that_costs_less(
+    new: int, context: int, form: str, records: list[launch.Launch]
+) -> None:
+    """Dense and paged calls follow `MLADims.should_expand`."""
+    dims, backend = PRESETS["deepseek-v2-lite"], mla_ops.get_backend("triton")
+    assert dims.should_expand(new, context + new) == (form == "expanded")
+    query = torch.empty(1, 16, new, 192, dtype=torch.bfloat16, device="meta")
+    rows = [query.new_empty(1, context + new, n) for n in (512, 64)]
+    weight = query.new_empty(16 * 256, 512)
+    options = AttentionOptions(None, None, None, 0.1, True, None)
+    backend.mla_attention(query, *rows, weight, options)
+    dense = {record.kernel.__name__ for record in records}
+    records.clear()
+    batch = paged_batch(dims, 64, torch.bfloat16, [new], context)
+    backend.mla_chunked_prefill(query[0].transpose(0, 1), *(r[0] for r in rows), weight, batch)
+    paged = {record.kernel.__name__ for record in records}
+    attention = {"mla_absorbed_kernel", "mla_expanded_kernel"}
+    assert dense & attention == paged & attention == {f"mla_{form}_kernel"}
+
+
+def test_requests_of_one_form_are_one_run(records: list[launch.Launch]) -> None:
+    """A prompt between short extends cuts them in two; requests without tokens are left out."""
+    dims, backend = PRESETS["deepseek-v2-lite"], mla_ops.get_backend("triton")
+    lens = [8, 9, 300, 7, 0]
+    query = torch.empty(sum(lens), 16, 192, dtype=torch.bfloat16, device="meta")
+    rows = [query.new_empty(sum(lens), n) for n in (512, 64)]
+    batch = paged_batch(dims, 64, torch.bfloat16, lens, 600)
+    backend.mla_chunked_prefill(query, *rows, query.new_empty(16 * 256, 512), batch)
+    names = [record.kernel.__name__ for record in records]
+    extend = ["mla_absorbed_kernel", "mla_absorbed_kernel", "mla_merge_splits_kernel"]
+    chunk = ["mla_cache_gather_kernel", "mla_expanded_kernel"]
+    assert names == [*extend, *chunk, "mla_expanded_kernel", *extend]
+
+
 @pytest.mark.parametrize("heads", [3, 16, 128])
 @pytest.mark.parametrize(("requests", "new"), [(1, 1), (1, 100), (7, 2), (300, 1)])
 def test_splits_stay_within_what_is_reserved(heads: int, requests: int, new: int) -> None:

@@ -41,7 +41,7 @@ def attention(
     if not lse.numel():
         return out, lse
     rules = rules_of(options)
-    form = _expanded if queries > dims.expand_threshold else _absorbed
+    form = _expanded if dims.should_expand(queries, kv_c.shape[1]) else _absorbed
     form(query, kv_c, k_pe, w_kv_b, dims, rules, options.workspace_tokens, out, lse)
     return out, lse
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -186,7 +186,6 @@ def attention(
     query, kv_c, k_pe = unit(query), unit(kv_c), unit(k_pe)
     out, lse = _empty_results(query, dims.v_head_dim)
     cached = min(num_decodes, requests)
-    runs: list[_Run] = []
     if cached and cached == requests:
         # From shapes alone, so that a captured graph stays right when the lengths change.
         _decode_part(query, w_kv_b, batch, dims, cached, query.shape[0], None, out, lse)
@@ -195,8 +194,7 @@ def attention(
     if cached:
         most = max(b - a for a, b in pairwise(starts[: cached + 1]))
         _decode_part(query, w_kv_b, batch, dims, cached, starts[cached], most, out, lse)
-    runs += _runs(starts, lens, cached, dims.expand_threshold)
-    for run in runs:
+    for run in _runs(starts, lens, cached, dims):
         rows = kv_c[run.tokens], k_pe[run.tokens]
         results = out[run.tokens], lse[:, run.tokens]
         part = _expanded_run if run.expand else _absorbed_run
@@ -212,25 +210,25 @@ def _on_host(batch: PagedBatch) -> tuple[list[int], list[int]]:
     return batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
 
 
-def _runs(starts: list[int], lens: list[int], first: int, threshold: float) -> Iterator[_Run]:
+def _runs(starts: list[int], lens: list[int], first: int, dims: MLADims) -> Iterator[_Run]:
     """Cut the requests from `first` on into runs of one form; those without tokens are left out."""
-    begin = first
-    while begin < len(lens):
-        expand = starts[begin + 1] - starts[begin] > threshold
-        end = begin
-        while end < len(lens) and (starts[end + 1] - starts[end] > threshold) == expand:
-            end += 1
-        new = [starts[i + 1] - starts[i] for i in range(begin, end)]
-        if max(new) > 0:
+    new = [end - begin for begin, end in pairwise(starts)]
+
+    def expand(request: int) -> bool:
+        return dims.should_expand(new[request], lens[request])
+
+    for form, group in groupby(range(first, len(lens)), expand):
+        run = list(group)
+        requests = slice(run[0], run[-1] + 1)
+        if most := max(new[requests]):
             yield _Run(
-                slice(begin, end),
-                slice(starts[begin], starts[end]),
-                max(new),
+                requests,
+                slice(starts[requests.start], starts[requests.stop]),
+                most,
                 # A request without new tokens has nobody to see its context.
-                [lens[begin + i] - n if n else 0 for i, n in enumerate(new)],
-                expand,
+                [lens[i] - new[i] if new[i] else 0 for i in run],
+                form,
             )
-        begin = end
 
 
 def _decode_part(
