@@ -73,7 +73,7 @@ class Transformers(Peer):
         from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
         dense = problem_of(problem)
-        dims, device = dense.case.dims, dense.query.device
+        dims = dense.case.dims
         config = DeepseekV3Config(
             hidden_size=64,
             num_attention_heads=dims.num_heads,
@@ -85,10 +85,11 @@ class Transformers(Peer):
             v_head_dim=dims.v_head_dim,
         )
         config._attn_implementation = "sdpa"
-        layer = DeepseekV3Attention(config, layer_idx=0).to(device, dense.case.dtype)
-        layer.requires_grad_(False).kv_b_proj.weight.data = dense.w_kv_b
+        with torch.device("meta"):  # only one of its weights is used, and that is set
+            layer = DeepseekV3Attention(config, layer_idx=0)
+        layer.kv_b_proj.weight = torch.nn.Parameter(dense.w_kv_b, requires_grad=False)
         kv_c, k_pe = dense.kv_c[:, None], dense.k_pe[:, None]
-        mask = _sdpa_mask(dense.case, device)
+        mask = _sdpa_mask(dense.case, dense.query.device)
 
         def run() -> Tensor:
             key, value = layer.expand_kv(kv_c, k_pe)

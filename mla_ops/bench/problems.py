@@ -52,30 +52,30 @@ class AttentionProblem:
         )
 
     @cached_property
-    def _sample(self) -> tuple[list[tuple[int, int]], Tensor]:
-        """First, middle and last query of the first and last request; at most eight heads."""
+    def _sample(self) -> tuple[list[int], list[int], Tensor]:
+        """First and last request; first, middle and last query; at most eight heads."""
         batch, heads, new, _ = self.query.shape
-        requests, queries = sorted({0, batch - 1}), sorted({0, new // 2, new - 1})
         count = min(heads, _HEADS)
         picked = torch.linspace(0, heads - 1, count, device=self.query.device).long()
-        return [(b, s) for b in requests for s in queries], picked
+        return sorted({0, batch - 1}), sorted({0, new // 2, new - 1}), picked
+
+    def _pick(self, rows: Tensor) -> Tensor:
+        """Return the sampled rows `[requests, heads, queries, V]` of `[B, H, S, V]`."""
+        requests, queries, heads = self._sample
+        return rows[requests][:, heads][:, :, queries]
 
     def _rows(self, dtype: torch.dtype, form: Literal["absorbed", "expanded"]) -> Tensor:
-        places, heads = self._sample
+        requests, queries, heads = self._sample
         weight = self.w_kv_b.unflatten(0, (self.case.dims.num_heads, -1))[heads].flatten(0, 1)
-        rows = []
-        for b, s in places:
-            keys = slice(0, self.case.cached + s + 1)
-            tensors = (
-                self.query[b : b + 1, heads, s : s + 1],
-                self.kv_c[b : b + 1, keys],
-                self.k_pe[b : b + 1, keys],
-                weight,
-            )
-            query, kv_c, k_pe, w_kv_b = (tensor.to(dtype) for tensor in tensors)
-            result = mla_attention(query, kv_c, k_pe, w_kv_b, softmax_scale=self.scale, form=form)
-            rows.append(result.out[0, :, 0].double())
-        return torch.stack(rows)
+        tensors = (self._pick(self.query), self.kv_c[requests], self.k_pe[requests], weight)
+        query, kv_c, k_pe, w_kv_b = (tensor.to(dtype) for tensor in tensors)
+        keys = torch.arange(self.case.context, device=kv_c.device)
+        last = torch.tensor(queries, device=kv_c.device) + self.case.cached
+        seen = keys <= last[:, None]
+        result = mla_attention(
+            query, kv_c, k_pe, w_kv_b, softmax_scale=self.scale, attn_mask=seen, form=form
+        )
+        return result.out.double()
 
     @cached_property
     def _exact(self) -> tuple[Tensor, float]:
@@ -95,9 +95,8 @@ class AttentionProblem:
             out: `[B, H, S, V]`.
         """
         exact, ordinary = self._exact
-        places, heads = self._sample
-        rows = torch.stack([out[b, heads, s] for b, s in places]).double()
-        return _relative(rows, exact), 2 * ordinary + torch.finfo(self.case.dtype).eps
+        error = _relative(self._pick(out).double(), exact)
+        return error, 2 * ordinary + torch.finfo(self.case.dtype).eps
 
 
 def _relative(rows: Tensor, exact: Tensor) -> float:
