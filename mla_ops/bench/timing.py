@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pathlib
 import statistics
 import time
@@ -286,6 +287,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     Args:
         function: called once, without arguments.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 writes its marks to stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         function()
     results = recorded.profiler.kineto_results if recorded.profiler is not None else None
