@@ -68,11 +68,11 @@ def document():
     return found
 
 
-def shown(document: Document) -> str:
-    console = Console(width=160)
+def shown(document: Document, width: int = 160) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         for grid in grids(document):
-            console.print(grid.rich())
+            console.print(grid)
         console.print("\n".join(notes(document)))
     return capture.get()
 
@@ -91,6 +91,18 @@ def test_a_table_compares_each_side_with_its_counterpart(document):
     text = shown(document)
     assert "mixed / halves" in text
     assert "2.00" in text
+
+
+def test_a_narrow_terminal_loses_no_figure(document):
+    wide, narrow = shown(document, 120), shown(document, 80)
+    assert all(len(line.rstrip()) <= 80 for line in narrow.splitlines())
+    assert (
+        f"{LITE}/1x1@512\n  backend             tiled / cpu\n  mla_ops dense       1 ±10%" in narrow
+    )
+    for grid in grids(document):
+        for cell in (cell for row in grid.rows for cell in row):
+            assert cell in wide
+            assert cell in narrow
 
 
 def test_notes_name_the_machine_and_what_is_missing(document):

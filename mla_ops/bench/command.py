@@ -168,7 +168,7 @@ def bench(
         if into is not None:
             insert(out / "bench.json", into)
     if old is not None:
-        console.print(changes(compare(old, document)).rich())
+        console.print(changes(compare(old, document)))
     _fail_on_faults(document)
 
 
@@ -231,7 +231,7 @@ def _extras(document: Document, seconds: float, advance: Callable[[], None]) -> 
 
 def _report(document: Document, console: Console) -> None:
     for grid in grids(document):
-        console.print(grid.rich())
+        console.print(grid)
     for line in notes(document):
         console.print(line, highlight=False)
 

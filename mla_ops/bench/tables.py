@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import rich.console
 import rich.table
 from rich.box import SIMPLE_HEAD
+from rich.text import Text
 
 from mla_ops.bench.compare import Change
 from mla_ops.bench.document import Document
@@ -40,14 +43,36 @@ class Grid:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    def rich(self) -> rich.table.Table:
-        """Return it for a terminal."""
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> rich.console.RenderResult:
+        """Show it in a terminal: as a table where that fits, else line by line."""
+        for fold in (False, True):
+            table = self._table(fold)
+            unlimited = options.update(max_width=sys.maxsize)
+            if console.measure(table, options=unlimited).maximum <= options.max_width:
+                yield table
+                return
+        yield Text(self._lines())
+
+    def _table(self, fold: bool) -> rich.table.Table:
+        """Return it as a table whose headings may be folded; numbers may not."""
         table = rich.table.Table(title=self.title, title_justify="left", box=SIMPLE_HEAD)
-        for place, name in enumerate(self.header):
-            table.add_column(name, justify="left" if place < 2 else "right", no_wrap=place == 0)
+        for place, (name, *cells) in enumerate(zip(self.header, *self.rows, strict=True)):
+            width = max(map(len, [*(name.split() if fold else [name]), *cells]))
+            table.add_column(name, justify="left" if place < 2 else "right", width=width)
         for row in self.rows:
             table.add_row(*row)
         return table
+
+    def _lines(self) -> str:
+        """Return it with a line for every cell."""
+        width = max(map(len, self.header[1:]))
+        lines = [self.title, ""]
+        for row in self.rows:
+            cells = zip(self.header[1:], row[1:], strict=True)
+            lines += [row[0], *(f"  {name:{width}} {cell}" for name, cell in cells if cell), ""]
+        return "\n".join(lines)
 
     def markdown(self) -> str:
         """Return it for a page."""
