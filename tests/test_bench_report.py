@@ -60,9 +60,11 @@ def document():
         found.add(row(name, "other", ours * 4, against="mla_ops paged", backend="slow"))
         found.add(row(name, "other", ours, against="mla_ops paged", backend="fast"))
     found.add(row(f"prefill/{LITE}/1x512@0", "mla_ops dense", 30.0))
-    found.add(LeftOut(f"prefill/{LITE}/1x512@0", "other", "takes no prompt"))
+    for case in (f"prefill/{LITE}/1x512@0", f"prefill/{LITE}/1x512@8192"):
+        for side in ("other", "third", "third"):  # two variants of the third
+            found.add(LeftOut(case, side, "takes no prompt"))
     found.add(LeftOut(f"decode/{LITE}/1x1@512", "other", "this variant does not"))
-    found.add(LeftOut(f"prefill/{LITE}/1x512@8192", None, "the time was up"))
+    found.add(LeftOut(f"prefill/{LITE}/1x512@32768", None, "the time was up"))
     found.paged.append(PagedResult(TINY.name, "mixed / halves", Timing.of([2e-3]), 1e-3))
     found.scratch["prefill/x"] = 2**20
     return found
@@ -113,8 +115,9 @@ def test_notes_name_the_machine_and_what_is_missing(document):
         "run",
         "peak memory of one call, result included: prefill/x 1.0 MiB",
         "vLLM not measured: vllm is not installed",
-        f"other left out: takes no prompt: prefill/{LITE}/1x512@0",
-        f"not run: the time was up: prefill/{LITE}/1x512@8192",
+        f"other, third left out: takes no prompt: prefill/{LITE}/1x512@0, "
+        f"prefill/{LITE}/1x512@8192",
+        f"all sides left out: the time was up: prefill/{LITE}/1x512@32768",
     ]
 
 

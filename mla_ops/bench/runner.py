@@ -203,10 +203,9 @@ def _copies(case: Case, clock: Clock) -> list[Problem]:
 def _too_large(peer: Peer, case: Case, clock: Clock) -> str | None:
     copies = clock.copies(case.bytes)
     needed = copies * (case.bytes + peer.memory(case))
-    free = int(_MEMORY_SHARE * clock.free_bytes())
-    if needed <= free:
+    if needed <= _MEMORY_SHARE * clock.free_bytes():
         return None
-    return f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are to be had"
+    return f"needs {needed / 2**30:.1f} GiB, more than is free"
 
 
 def _faults() -> tuple[type[BaseException], ...]:

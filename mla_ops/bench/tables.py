@@ -202,12 +202,17 @@ def notes(document: Document) -> list[str]:
     ]
     lines += [f"{side} not measured: {reason}" for side, reason in document.absent.items()]
     kept = {(row.case, row.side) for row in document.rows}
-    reasons: dict[str, list[str]] = {}
+    cases: dict[tuple[str, str | None], list[str]] = {}  # by reason and side
     for left in document.left_out:
         if (left.case, left.side) not in kept:
-            who = "not run" if left.side is None else f"{left.side} left out"
-            reasons.setdefault(f"{who}: {left.reason}", []).append(left.case)
-    lines += [f"{reason}: {', '.join(dict.fromkeys(cases))}" for reason, cases in reasons.items()]
+            cases.setdefault((left.reason, left.side), []).append(left.case)
+    sides: dict[tuple[str, str], list[str]] = {}  # by reason and cases
+    for (reason, side), names in cases.items():
+        who = "all sides" if side is None else side
+        sides.setdefault((reason, ", ".join(dict.fromkeys(names))), []).append(who)
+    lines += [
+        f"{', '.join(who)} left out: {reason}: {names}" for (reason, names), who in sides.items()
+    ]
     return lines
 
 
