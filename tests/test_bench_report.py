@@ -292,6 +292,23 @@ def test_command_compares_chooses_and_stops(command, tmp_path):
         command(*few, "--budget", "0")
 
 
+def test_every_part_of_a_run_has_its_dtype(command, monkeypatch):
+    seen: list[torch.dtype] = []
+
+    def paged(*tensors, **options):
+        seen.append(tensors[0].dtype)
+        return mla_ops.mla_paged_attention(*tensors, **options)
+
+    def dense(*tensors, **options):
+        seen.append(tensors[0].dtype)
+        return mla_ops.mla_attention(*tensors, **options)
+
+    monkeypatch.setattr("mla_ops.bench.extras.mla_paged_attention", paged)
+    monkeypatch.setattr("mla_ops.bench.extras.mla_attention", dense)
+    command("--quick", "--no-peers", "--seconds", "0.01", "--dtype", "fp32")
+    assert set(seen) == {torch.float32}
+
+
 def test_command_saves_after_each_row(command, tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     seen: list[int] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -208,7 +208,7 @@ def _measure(run: _Run, console: Console) -> Document:
             _save(document, run.paths)
         if run.extras and not run.budget.spent:
             progress.update(task, description="mixed batches, pages, scratch")
-            _extras(document, run.seconds, lambda: progress.advance(task))
+            _extras(document, run, lambda: progress.advance(task))
             _save(document, run.paths)
     return document
 
@@ -218,14 +218,16 @@ def _save(document: Document, paths: Sequence[Path]) -> None:
         document.write_json(path)
 
 
-def _extras(document: Document, seconds: float, advance: Callable[[], None]) -> None:
-    document.paged.append(measure_mixed(MIXED, seconds=seconds))
+def _extras(document: Document, run: _Run, advance: Callable[[], None]) -> None:
+    mixed = replace(MIXED, dtype=run.dtype)
+    document.paged.append(measure_mixed(mixed, seconds=run.seconds))
     advance()
     for paged in LAYOUTS:
-        document.paged.append(measure_layouts(paged, seconds=seconds))
+        paged = replace(paged, dtype=run.dtype)
+        document.paged.append(measure_layouts(paged, seconds=run.seconds))
         advance()
     for case in SCRATCH:
-        document.scratch[case.name] = measure_scratch(case)
+        document.scratch[case.name] = measure_scratch(replace(case, dtype=run.dtype))
         advance()
 
 
