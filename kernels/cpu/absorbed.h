@@ -9,14 +9,15 @@
 #pragma once
 
 #include "batch.h"
+#include "few.h"
 
 namespace mla {
 
 constexpr int64_t kAbsorbedKeys = 128;  // of a tile
 constexpr int64_t kAbsorbedRows = 128;  // tokens x heads of a task
 constexpr int64_t kGroupTokens = 64;    // that the up projections act on at once
-constexpr int64_t kGroupRows = 2048;    // tokens x heads of these
-constexpr int64_t kFewRows = 12;        // for which a weight is not worth packing
+constexpr int64_t kGroupRows = 4096;    // tokens x heads of these
+constexpr int64_t kFewRows = 24;        // for which a weight is not worth packing
 constexpr int64_t kLeastSpan = 256;     // keys that are worth a task of their own
 constexpr int64_t kTasksPerThread = 4;
 
@@ -94,108 +95,6 @@ inline std::vector<Group> plan_groups(const Batch& batch,
   for (Group& group : groups) plan_tasks(group, batch.dims, batch.threads);
   return groups;
 }
-
-#if defined(__AVX512BF16__)
-// The scalar product of two rows; n may be any number.
-inline float dot(const BFloat16* a, const BFloat16* b, int64_t n) {
-  __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-  int64_t i = 0;
-  for (; i + 64 <= n; i += 64) {
-    even = _mm512_dpbf16_ps(even, (__m512bh)_mm512_loadu_si512(a + i),
-                            (__m512bh)_mm512_loadu_si512(b + i));
-    odd = _mm512_dpbf16_ps(odd, (__m512bh)_mm512_loadu_si512(a + i + 32),
-                           (__m512bh)_mm512_loadu_si512(b + i + 32));
-  }
-  for (; i < n; i += 32) {
-    const __mmask32 rest = n - i >= 32 ? ~__mmask32(0) : (__mmask32(1) << (n - i)) - 1;
-    even = _mm512_dpbf16_ps(even, (__m512bh)_mm512_maskz_loadu_epi16(rest, a + i),
-                            (__m512bh)_mm512_maskz_loadu_epi16(rest, b + i));
-  }
-  return _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
-}
-
-constexpr int64_t kAhead = 8;  // rows of a weight that are asked for before they are needed
-
-// C [M, N] = A [M, K] * B [K, N] for few rows: B is read once, pairs of its rows are interleaved on
-// the way. K is even, N a multiple of 32, and the rows of A lie one after the other.
-inline void few_products(int64_t m, int64_t k, int64_t n, const BFloat16* a, const BFloat16* b,
-                         int64_t ldb, float* c) {
-  constexpr std::make_integer_sequence<int, 32> all;
-  std::memset(c, 0, m * n * sizeof(float));
-  const auto row = [](const BFloat16* p) {
-    ManyShorts v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-  };
-  const auto add = [](float* to, int32_t weights, ManyShorts pairs) {
-    const auto sums = _mm512_dpbf16_ps(_mm512_loadu_ps(to), (__m512bh)_mm512_set1_epi32(weights),
-                                       same_bits<__m512bh>(pairs));
-    _mm512_storeu_ps(to, sums);
-  };
-  for (int64_t p = 0; p < k; p += 2) {
-    for (int64_t i = 0; i < n; i += 32) {
-      for (int64_t j = 0; j < 2; ++j) {
-        _mm_prefetch(reinterpret_cast<const char*>(b + (p + kAhead + j) * ldb + i), _MM_HINT_T0);
-      }
-      const ManyShorts low = row(b + p * ldb + i), high = row(b + (p + 1) * ldb + i);
-      const ManyShorts first = interleave<false>(low, high, all);
-      const ManyShorts second = interleave<true>(low, high, all);
-      for (int64_t t = 0; t < m; ++t) {
-        int32_t weights;
-        std::memcpy(&weights, a + t * k + p, sizeof weights);
-        add(c + t * n + i, weights, first);
-        add(c + t * n + i + kLanes, weights, second);
-      }
-    }
-  }
-}
-
-// Adds K q^T to scores [keys, 16 V] for the few rows of a decode: there the keys come from memory,
-// and multiplying takes no longer than reading. So every line that is multiplied asks for one of
-// the next tile, at `ahead[key]`. `words` of a key's width are multiplied; `query` is packed.
-template <int V>
-inline void few_scores(const BFloat16* keys, int64_t stride, int64_t count, int64_t words,
-                       const BFloat16* query, float* scores, const char* const* ahead, bool add) {
-  constexpr int kKeys = 16 / V, kWords = 16;
-  const auto* q = reinterpret_cast<const uint32_t*>(query);
-  for (int64_t k = 0; k < count; k += kKeys) {
-    const uint32_t* row[kKeys];
-    __m512 sums[kKeys][V];
-#pragma GCC unroll 16
-    for (int i = 0; i < kKeys; ++i) {
-      row[i] = reinterpret_cast<const uint32_t*>(keys + (k + i) * stride);
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        sums[i][v] =
-            add ? _mm512_loadu_ps(scores + ((k + i) * V + v) * kLanes) : _mm512_setzero_ps();
-      }
-    }
-    for (int64_t begin = 0; begin < words; begin += kWords) {
-      if (ahead != nullptr) {
-        for (int i = 0; i < kKeys; ++i) _mm_prefetch(ahead[k + i] + begin * 4, _MM_HINT_T1);
-      }
-      const int64_t end = std::min<int64_t>(begin + kWords, words);
-      for (int64_t w = begin; w < end; ++w) {
-        __m512bh right[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v)
-          right[v] = (__m512bh)_mm512_loadu_si512(q + (w * V + v) * kLanes);
-#pragma GCC unroll 16
-        for (int i = 0; i < kKeys; ++i) {
-          const auto left = (__m512bh)_mm512_set1_epi32(row[i][w]);
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) sums[i][v] = _mm512_dpbf16_ps(sums[i][v], left, right[v]);
-        }
-      }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kKeys; ++i) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) _mm512_storeu_ps(scores + ((k + i) * V + v) * kLanes, sums[i][v]);
-    }
-  }
-}
-#endif
 
 // The most rows of partial results that a group of `tokens` has, whatever the lengths: a span is
 // no shorter than the share of a task, or the only one of its block.
@@ -476,10 +375,7 @@ class Absorbed {
 #if defined(__AVX512BF16__)
     if constexpr (kPack<C> == 2) {
       if (tokens <= kFewRows) {  // packing would take longer than multiplying
-        for (int64_t v = 0; v < d.value; ++v) {
-          for (int64_t t = 0; t < tokens; ++t)
-            s.product[t * d.value + v] = dot(w + v * stride, s.left + t * wide, wide);
-        }
+        few_dots(tokens, wide, d.value, s.left, wide, w, stride, s.product, d.value);
         return;
       }
     }
