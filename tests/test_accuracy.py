@@ -307,6 +307,33 @@ class TestReport:
         assert len({len(line) for line in (heading, rule, first, *rest)}) == 1
         assert rest[-1].endswith("|  0/1|")
 
+    def test_a_narrow_terminal_gets_shorter_lines_with_the_same_figures(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        report = self._report("#### 13")
+        lines = report.narrow().splitlines()
+        assert max(map(len, lines)) <= 80
+        assert [line for line in lines[2:] if not line.startswith("|")] == [
+            "",
+            "stock",
+            "",
+            "other",
+        ]
+        wide = report.markdown().splitlines()[2:]
+        figures = [[cell.strip() for cell in row.split("|")[1:-1]] for row in wide]
+        shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in lines[2:] if "|" in row]
+        assert shown == [[*row[1:4], row[6], *row[8:]] for row in figures]
+        monkeypatch.setattr(accuracy_command, "run_accuracy", lambda options, observer: report)
+        for terminal, width, expected in (
+            ("1", "80", report.narrow()),
+            ("1", "160", report.markdown()),
+            ("0", "80", report.markdown()),
+        ):
+            monkeypatch.setenv("TTY_COMPATIBLE", terminal)
+            monkeypatch.setenv("COLUMNS", width)
+            output = CliRunner().invoke(cli.build_app(), ["accuracy", "--tiny"]).output
+            assert expected in output
+
 
 def invoke(*arguments: str):
     return CliRunner().invoke(cli.build_app(), ["accuracy", *arguments], env={"COLUMNS": "160"})

@@ -57,7 +57,9 @@ def accuracy(
         console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     show(f"{report.model}, {report.dtype}, {report.threads} threads")
-    show(report.markdown())
+    table = report.markdown()
+    narrow = console.is_terminal and console.width < table.index("\n")
+    show(report.narrow() if narrow else table)
     show(report.verdict())
     show(f"took {sum(report.seconds.values()):.0f} s")
     if json_path is not None:

@@ -13,6 +13,7 @@ SCHEMA = 1
 HEADINGS = (
     "Run", "Tasks", "N", "Filter", "n-shot", "Metric", "Value", "", "Stderr", "Stock", "Same",
 )  # fmt: skip
+NARROW = ("Tasks", "N", "Filter", "Value", "Stderr", "Stock", "Same")
 RIGHT = {"N", "n-shot", "Value", "Stderr", "Stock", "Same"}
 
 
@@ -114,20 +115,35 @@ class AccuracyReport:
 
     def markdown(self) -> str:
         """Return the table, every column padded to one width."""
-        rows = [HEADINGS, *(_cells(score) for score in self.scores)]
-        widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(HEADINGS))]
+        return "\n".join(self._lines(HEADINGS))
+
+    def narrow(self) -> str:
+        """Return the table for a terminal of 80 columns: runs as headings, fewer columns."""
+        heading, rule, *rows = self._lines(NARROW)
+        lines = [heading, rule]
+        for before, score, row in zip([None, *self.scores], self.scores, rows, strict=False):
+            if before is None or before.run != score.run:
+                lines += ["", score.run]
+            lines.append(row)
+        return "\n".join(lines)
+
+    def _lines(self, headings: tuple[str, ...]) -> list[str]:
+        """Return the lines of the table: headings, the rule, and a row per score."""
+        places = [HEADINGS.index(heading) for heading in headings]
+        rows = [headings, *([_cells(score)[place] for place in places] for score in self.scores)]
+        widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
         rule = [
             "-" * (width - 1) + ":" if heading in RIGHT else "-" * width
-            for heading, width in zip(HEADINGS, widths, strict=True)
+            for heading, width in zip(headings, widths, strict=True)
         ]
         lines = [
             [
                 cell.rjust(width) if heading in RIGHT else cell.ljust(width)
-                for heading, cell, width in zip(HEADINGS, row, widths, strict=True)
+                for heading, cell, width in zip(headings, row, widths, strict=True)
             ]
             for row in rows
         ]
-        return "\n".join(f"|{'|'.join(line)}|" for line in [lines[0], rule, *lines[1:]])
+        return [f"|{'|'.join(line)}|" for line in [lines[0], rule, *lines[1:]]]
 
     def verdict(self) -> str:
         """Return in two lines whether the runs agree."""
