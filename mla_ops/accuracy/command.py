@@ -19,7 +19,7 @@ __all__ = ["accuracy"]
 def accuracy(
     quick: Annotated[bool, typer.Option("--quick", help="A few items of each task.")] = False,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Random weights, offline, a few seconds.")
+        bool, typer.Option("--tiny", help="Random weights, few items, offline.")
     ] = False,
     token_budgets: Annotated[
         str, typer.Option(help="Most tokens per forward, one run each; commas between.")

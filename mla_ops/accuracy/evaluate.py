@@ -43,7 +43,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_BUDGETS = (16, 64, 1024)
 FULL = Sizes(4, 512, 100, (512, 1024, 1536), (0.1, 0.5, 0.9))
 QUICK = Sizes(1, 256, 4, (256,), (0.5, 0.9))
-TINY = Sizes(2, 96, 4, (400, 600), (0.1, 0.9))
+TINY = Sizes(1, 96, 2, (400,), (0.1, 0.9))
 
 Scorer = Callable[[str, str], float]
 SCORERS: dict[str, tuple[tuple[str, str, int, Scorer], ...]] = {

@@ -20,7 +20,7 @@ __all__ = ["demo"]
 
 def demo(
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Random weights, offline, a few seconds.")
+        bool, typer.Option("--tiny", help="Random weights, nothing is downloaded.")
     ] = False,
     context: Annotated[
         int | None, typer.Option(help="Tokens of the long prompt.", show_default="4096; tiny: 2048")
