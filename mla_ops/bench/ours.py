@@ -8,7 +8,7 @@ from torch import Tensor
 from mla_ops.attention import mla_attention
 from mla_ops.bench.cases import AttentionCase, Case
 from mla_ops.bench.peers import DENSE, PAGED, Peer
-from mla_ops.bench.problems import BLOCK_SIZE, AttentionProblem, CacheProblem, Problem, paged
+from mla_ops.bench.problems import BLOCK_SIZE, CacheProblem, Problem, paged, problem_of
 from mla_ops.bench.timing import Run
 from mla_ops.dispatch import Call, select
 from mla_ops.errors import UnsupportedInputError
@@ -20,20 +20,9 @@ from mla_ops.paged import (
     update_kv_cache,
 )
 
-__all__ = ["CacheOps", "Dense", "Ours", "Paged", "problem_of"]
+__all__ = ["CacheOps", "Dense", "Ours", "Paged"]
 
 _WORKSPACE = 65536
-
-
-def problem_of(problem: Problem) -> AttentionProblem:
-    """Return an attention problem as such.
-
-    Args:
-        problem: of a case that a side has in its `groups`.
-    """
-    if not isinstance(problem, AttentionProblem):
-        raise TypeError(f"expected an attention case, got {problem.case.name}")
-    return problem
 
 
 class Ours(Peer):

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mla_ops.bench.cases import AttentionCase, Case
-from mla_ops.bench.ours import problem_of
 from mla_ops.bench.peers import PAGED, Peer, absorbed, expanded_bytes, missing, widths
 from mla_ops.bench.peers_torch import expand
-from mla_ops.bench.problems import BLOCK_SIZE, AttentionProblem, Problem, paged
+from mla_ops.bench.problems import BLOCK_SIZE, Problem, paged, problem_of
 from mla_ops.bench.timing import Run
 
 __all__ = ["FlashAttention", "FlashInfer", "FlashMLA", "VllmTriton"]
@@ -65,7 +64,7 @@ class FlashMLA(_Package):
         """Lay the rows out in blocks of 64, the only size that it takes, and make its schedule."""
         dense, flash = problem_of(problem), self.imported()
         case, scale = dense.case, dense.scale
-        pages, lengths = paged(dense, BLOCK_SIZE), _lengths(dense)
+        pages, lengths = paged(dense, BLOCK_SIZE), dense.lengths()
         cache = pages.cache[:, :, None]
         rows = case.new * case.dims.num_heads
         # Older versions return tensors; newer ones an empty schedule, filled by the first call.
@@ -95,7 +94,7 @@ class FlashInfer(_Package):
         """Plan the batch."""
         dense = problem_of(problem)
         case, dims, device = dense.case, dense.case.dims, dense.query.device
-        pages, lengths = paged(dense, BLOCK_SIZE), _lengths(dense)
+        pages, lengths = paged(dense, BLOCK_SIZE), dense.lengths()
         batch, blocks = pages.table.shape
         starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
         wrapper = self.imported().BatchMLAPagedAttentionWrapper(
@@ -134,7 +133,7 @@ class VllmTriton(_Package):
         """Allocate its partial results."""
         dense = problem_of(problem)
         case, dims, scale = dense.case, dense.case.dims, dense.scale
-        pages, lengths = paged(dense, BLOCK_SIZE), _lengths(dense)
+        pages, lengths = paged(dense, BLOCK_SIZE), dense.lengths()
         cache = pages.cache[:, :, None]
         decode = self.imported().decode_attention_fwd
         shape = (case.batch, dims.num_heads)
@@ -206,8 +205,3 @@ class FlashAttention(_Package):
             return values.view(case.batch, case.new, dims.num_heads, -1).transpose(1, 2)
 
         return run
-
-
-def _lengths(problem: AttentionProblem) -> Tensor:
-    case = problem.case
-    return torch.full((case.batch,), case.context, dtype=torch.int32, device=problem.query.device)

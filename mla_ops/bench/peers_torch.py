@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mla_ops.bench.cases import AttentionCase, Case
-from mla_ops.bench.ours import problem_of
 from mla_ops.bench.peers import DENSE, Peer, expanded_bytes
-from mla_ops.bench.problems import AttentionProblem, Problem
+from mla_ops.bench.problems import AttentionProblem, Problem, problem_of
 from mla_ops.bench.timing import Run
 
 __all__ = ["TorchSDPA", "Transformers", "expand"]

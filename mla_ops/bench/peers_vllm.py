@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from mla_ops.bench.cases import AttentionCase, Case
-from mla_ops.bench.ours import problem_of
 from mla_ops.bench.peers import PAGED, Peer, absorbed, expanded_bytes, widths
 from mla_ops.bench.peers_torch import expand
-from mla_ops.bench.problems import AttentionProblem, Problem, paged
+from mla_ops.bench.problems import AttentionProblem, Problem, paged, problem_of
 from mla_ops.bench.timing import Run
 from mla_ops.dims import split_kv_b
 
@@ -127,7 +126,7 @@ class VllmDecode(_Vllm):
     def prepare(self, problem: Problem) -> Run:
         """Lay the rows out in blocks of 16."""
         dense = problem_of(problem)
-        pages, lengths = paged(dense, _BLOCK), _lengths(dense, torch.int32)
+        pages, lengths = paged(dense, _BLOCK), dense.lengths()
         decode, scale = torch.ops._C.mla_decode_kvcache, dense.scale
 
         def attend(latent: Tensor, rope: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ class VllmDecodeBrgemm(_Vllm):
         project, project_back = _packed(dense)
         rows, places = _flat(dense)
         values = rows[..., : case.dims.kv_lora_rank]
-        requests, lengths = torch.arange(case.batch), _lengths(dense, torch.int64)
+        requests, lengths = torch.arange(case.batch), dense.lengths(torch.int64)
         decode, splits = torch.ops._C.decode_attention_cpu, _splits(case.context)
 
         def run() -> Tensor:
@@ -248,10 +247,6 @@ def _splits(context: int) -> int:
     return min(1 << (parts - 1).bit_length(), 2 * torch.get_num_threads())
 
 
-def _lengths(problem: AttentionProblem, dtype: torch.dtype) -> Tensor:
-    return torch.full((problem.case.batch,), problem.case.context, dtype=dtype)
-
-
 def _flat(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """Return the cache as rows `[N, 1, L+R]`, and the row of every token `[B, T]` int32."""
     pages = paged(problem, _BLOCK)
@@ -287,7 +282,7 @@ def _packed(
 def _extend(problem: AttentionProblem, places: Tensor) -> Any:
     """Return the prefill op with everything but its tensors filled in."""
     case, scale = problem.case, problem.scale
-    requests, lengths = torch.arange(case.batch), _lengths(problem, torch.int64)
+    requests, lengths = torch.arange(case.batch), problem.lengths(torch.int64)
     new = torch.full((case.batch,), case.new)
     starts = torch.arange(case.batch) * case.new
     extend = torch.ops._C.extend_attention_cpu

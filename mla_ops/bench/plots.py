@@ -9,6 +9,7 @@ from typing import Any
 from mla_ops.bench.document import Document
 from mla_ops.bench.peers import DENSE, PAGED
 from mla_ops.bench.runner import Row
+from mla_ops.bench.tables import times
 
 __all__ = ["draw_figures"]
 
@@ -186,10 +187,9 @@ def _bars(document: Document, rows: Sequence[Row], title: str) -> Any:
         known = {i: gain for i, gain in gains.items() if gain is not None}
         axes.barh(list(known), [gain - 1 for gain in known.values()], left=1, color=colors[side])
         for place, gain in known.items():
-            text = f"{gain:.1f}x" if gain < 10 else f"{gain:.0f}x"
             beyond = gain >= 1
             axes.annotate(
-                text,
+                times(gain),
                 (gain, place),
                 xytext=(3 if beyond else -3, 0),
                 textcoords="offset points",

@@ -13,7 +13,16 @@ from torch import Tensor
 from mla_ops.bench.cases import AttentionCase, CacheCase, Case
 from mla_ops.reference import merge_attn_states, mla_attention
 
-__all__ = ["BLOCK_SIZE", "AttentionProblem", "CacheProblem", "Pages", "Problem", "draw", "paged"]
+__all__ = [
+    "BLOCK_SIZE",
+    "AttentionProblem",
+    "CacheProblem",
+    "Pages",
+    "Problem",
+    "draw",
+    "paged",
+    "problem_of",
+]
 
 BLOCK_SIZE = 64
 """Rows per block of our paged caches."""
@@ -44,6 +53,15 @@ class AttentionProblem:
     def scale(self) -> float:
         """The softmax scale."""
         return float(self.case.dims.qk_head_dim**-0.5)
+
+    def lengths(self, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Return the keys of every request `[B]`, the new ones included.
+
+        Args:
+            dtype: of the result.
+        """
+        size = (self.case.batch,)
+        return torch.full(size, self.case.context, dtype=dtype, device=self.query.device)
 
     def copy(self) -> AttentionProblem:
         """Return the same problem in memory of its own, the few queries aside."""
@@ -135,6 +153,17 @@ class CacheProblem:
 
 Problem = AttentionProblem | CacheProblem
 """What a side is handed: `case`, tensors, `copy` and `error`."""
+
+
+def problem_of(problem: Problem) -> AttentionProblem:
+    """Return an attention problem as such.
+
+    Args:
+        problem: of a case that a side has in its `groups`.
+    """
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(f"expected an attention case, got {problem.case.name}")
+    return problem
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mla_ops.bench.peers import DENSE, PAGED
 from mla_ops.bench.runner import Row
 from mla_ops.errors import InvalidInputError
 
-__all__ = ["Grid", "changes", "grids", "insert", "markdown", "notes", "require_marks"]
+__all__ = ["Grid", "changes", "grids", "insert", "markdown", "notes", "require_marks", "times"]
 
 _OURS = (DENSE, PAGED)
 _TITLES = {
@@ -87,7 +87,16 @@ def _ms(seconds: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _times(factor: float) -> str:
+def times(factor: float) -> str:
+    """Return how many times longer something takes, as text.
+
+    Args:
+        factor: the quotient.
+
+    Example:
+        >>> times(0.923), times(12.3)
+        ('0.92x', '12x')
+    """
     return f"{factor:.2g}x" if factor < 10 else f"{factor:,.0f}x"
 
 
@@ -103,7 +112,7 @@ def _theirs(document: Document, row: Row | None) -> str:
     if row is None:
         return "-"
     gain = document.gain(row)
-    return _ms(row.timing.median) + ("" if gain is None else f" ({_times(gain)})")
+    return _ms(row.timing.median) + ("" if gain is None else f" ({times(gain)})")
 
 
 def _rate(per_second: float, share: float) -> str:
