@@ -19,6 +19,7 @@ __all__ = [
     "batch_invariant",
     "cache_dir",
     "disabled_passes",
+    "tma",
 ]
 
 
@@ -48,12 +49,24 @@ BATCH_INVARIANT = Variable(
     "1: the Triton backend cuts contexts at fixed places, so that a decode has the same bits "
     "whatever else is in its batch",
 )
+TMA = Variable(
+    "MLA_OPS_TMA",
+    "1",
+    "0: the Triton backend loads expanded keys by pointers where it could by tensor descriptors",
+)
 
 DISABLE_PASSES = Variable(
     "MLA_OPS_DISABLE_PASSES", "", "graph passes that do not run: their names, with commas between"
 )
 
-VARIABLES: tuple[Variable, ...] = (BACKEND, CACHE_DIR, DISABLE_PASSES, AUTOTUNE, BATCH_INVARIANT)
+VARIABLES: tuple[Variable, ...] = (
+    BACKEND,
+    CACHE_DIR,
+    DISABLE_PASSES,
+    AUTOTUNE,
+    BATCH_INVARIANT,
+    TMA,
+)
 
 
 def _read(variable: Variable) -> str:
@@ -117,3 +130,14 @@ def disabled_passes() -> tuple[str, ...]:
         ()
     """
     return tuple(name for part in _read(DISABLE_PASSES).split(",") if (name := part.strip()))
+
+
+def tma() -> bool:
+    """Return whether tensor descriptors may be used.
+
+    Example:
+        >>> import mla_ops.env
+        >>> mla_ops.env.tma()
+        True
+    """
+    return _read(TMA) == "1"

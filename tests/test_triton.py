@@ -23,7 +23,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from mla_ops.dims import PRESETS
 from mla_ops.kernels.triton import absorbed, configs, launch, memory
-from mla_ops.kernels.triton.configs import ARCHS, Arch, Config
+from mla_ops.kernels.triton.configs import ARCHS, Arch, Config, Expansion
+from mla_ops.kernels.triton.expanded import Expanded, attend_expanded
 from mla_ops.kernels.triton.problems import PROBLEMS, paged_batch
 
 HERE = Path(__file__).parent
@@ -147,7 +148,10 @@ def test_the_table_has_something_for_every_model(name: str, arch: Arch) -> None:
             rows, dims.kv_lora_rank, dims.qk_rope_head_dim, 2, False, False, arch
         )
     widths = (dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
-    assert configs.expanded_configs(*widths, 2, False, arch)
+    for tma in {False, arch.has_descriptors}:
+        offered = configs.expanded_configs(Expansion(*widths, 2, False, tma), arch)
+        assert {config.tma for config in offered} == {False, tma}
+        assert offered[0].tma == (tma and arch.name in ("sm90", "sm100"))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_choice_is_the_first_offer_unless_it_is_to_be_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offered, ran = [Config(16, 16, 4, 1), Config(16, 32, 4, 1)], []
-    configs.run_chosen("absorbed", "a key", offered, ran.append, True)
+    configs.run_chosen("absorbed", lambda: "a key", offered, ran.append, True)
     monkeypatch.setenv("MLA_OPS_AUTOTUNE", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -170,8 +174,8 @@ def test_choice_is_the_first_offer_unless_it_is_to_be_timed(
     monkeypatch.setattr(configs.triton.testing, "do_bench", lambda run: [run(), next(times)][1])
     monkeypatch.setattr(configs, "_TUNED", {})
     for _ in range(2):
-        configs.run_chosen("absorbed", "a key", offered, ran.append, True)
-    configs.run_chosen("absorbed", "another", offered, ran.append, False)
+        configs.run_chosen("absorbed", lambda: "a key", offered, ran.append, True)
+    configs.run_chosen("absorbed", lambda: "another", offered, ran.append, False)
     assert ran == [offered[0], *offered, offered[1], offered[1], offered[0]]
 
 
@@ -191,6 +195,57 @@ def test_kernels_have_names_that_a_profiler_shows(
         name = record.kernel.__name__
         assert name.startswith("mla_")
         assert name.endswith("_kernel")
+
+
+def loads_of(arch: str, pair: int = 256, keys: int = 64, mask: torch.Tensor | None = None) -> set:
+    """With and without descriptors: what the launches of a prefill are built for."""
+    query = torch.empty(2, 16, 64, 192, dtype=torch.bfloat16, device="meta")
+    expanded, rope = query.new_empty(2, keys, 16, pair), query.new_empty(2, keys, 64)
+    parts = expanded[..., :128], rope, expanded[..., 128:256]
+    rules = absorbed.Rules(1.0, mask, is_causal=True)
+    with launch.recording() as found, configs.every_config(ARCHS[arch]):
+        given = Expanded(query, *parts, None, None, num_keys=keys)
+        attend_expanded(given, rules, query[..., :128], query[..., 0], None)
+        if mask is None:
+            starts = query.new_empty(3, dtype=torch.int32)
+            given = Expanded(query[0].transpose(0, 1), *(part[0] for part in parts), starts, starts)
+            attend_expanded(given, rules, given.query[..., :128], query[0, ..., 0], None)
+    return {record.options["TMA"] for record in found}
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "loads"),
+    [
+        ("sm90", {}, {True, False}),
+        ("sm100", {}, {True, False}),
+        ("sm120", {}, {True, False}),
+        ("sm80", {}, {False}),
+        ("gfx942", {}, {False}),
+        ("sm90", {"pair": 257}, {False}),  # rows that are not in steps of 16 bytes
+        ("sm90", {"keys": 0}, {False}),
+        ("sm90", {"mask": torch.empty(2, 1, 64, 64, dtype=torch.uint8)}, {False}),
+    ],
+)
+def test_descriptors_are_used_where_they_can_be_made(
+    arch: str, options: dict, loads: set, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert loads_of(arch, **options) == loads
+    monkeypatch.setenv("MLA_OPS_TMA", "0")
+    assert loads_of(arch, **options) == {False}
+
+
+def test_no_descriptor_of_what_is_not_aligned_or_is_repeated() -> None:
+    key, rope = torch.zeros(8, 2, 16, dtype=torch.bfloat16), torch.zeros(8, 16).bfloat16()
+    starts = torch.zeros(2, dtype=torch.int32)
+
+    def takes(key: torch.Tensor, rope: torch.Tensor) -> bool:
+        return Expanded(key, key, rope, key, starts, starts).takes_descriptors()
+
+    assert takes(key, rope)
+    assert takes(key, rope[:, :0])
+    assert not takes(key[:1].expand(8, 2, 16), rope)
+    assert not takes(key, torch.zeros(129).bfloat16()[1:].view(8, 16))
+    assert not takes(torch.zeros(8, 2, 20).bfloat16(), rope)
 
 
 def plain(record: launch.Launch) -> list[object]:
@@ -301,9 +356,9 @@ def test_splits_stay_within_what_is_reserved(heads: int, requests: int, new: int
     limits = PagedLimits(
         tokens, 2**17, 64, 1024, new, torch.bfloat16, torch.bfloat16, torch.device("cpu")
     )
-    queries = absorbed.Queries(latent, latent[..., :64], requests, new, None, 0)
-    rules = absorbed.Rules(1.0, None, None, None, True)
-    keys = [absorbed.Keys(2, latent, latent, most, None, None, None) for most in (2**17, new)]
+    queries = absorbed.Queries(latent, latent, 448, (0, 0, 0), requests, new)
+    rules = absorbed.Rules(1.0, is_causal=True)
+    keys = [absorbed.Keys(2, latent, latent, most) for most in (2**17, new)]
     for config in configs.absorbed_configs(heads * new, 512, 64, 2, False, False, arch):
         splits = [absorbed._plan_splits(queries, k, rules, config, arch)[0] for k in keys]
         rows = sum(splits) * heads * tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -55,6 +56,19 @@ def test_a_decode_kernel_compiles_without_a_spill_in_its_main_loop() -> None:
     assert report.unit.config == "16x32 w4 st3"
     assert report.shared > 50_000
     assert report.registers >= 128
+
+
+def test_a_prefill_kernel_compiles_with_descriptors() -> None:
+    """One source, with a switch: descriptors become bulk copies, and no spill in the main loop."""
+    every = [u for u in aot.units(["sm90"], ["prefill"]) if u.kernel == "mla_expanded_kernel"]
+    assert [unit.config.endswith("tma") for unit in every] == [True, True, False, False]
+    (report,) = aot.compile_units(every[:1])
+    assert report.faults == []
+    assert report.unit.config == "128x128 w8 st2 tma"
+    copies = [
+        path.read_text("utf-8") for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.ptx")
+    ]
+    assert ["cp.async.bulk.tensor.4d" in text for text in copies] == [True]
 
 
 def test_faults_are_found() -> None:

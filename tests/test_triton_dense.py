@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import mla_ops
 from mla_ops import reference
 from mla_ops.dims import MLADims
-from mla_ops.kernels.triton import absorbed, configs
+from mla_ops.kernels.triton import absorbed, configs, expanded, launch
 from mla_ops.kernels.triton.configs import Arch, Config
 from mla_ops.testing import DIMS, ConformanceCase, attention_inputs, conformance_cases
 
@@ -83,6 +83,44 @@ TILES = [
 def test_any_tile_gives_the_same_result(name: str, tiles: tuple[Config, Config]) -> None:
     with configs.override("absorbed", tiles[0]), configs.override("expanded", tiles[1]):
         CASES[name].check("triton", torch.float32)
+
+
+ALIGNED = MLADims(2, 32, 16, 16, 16)  # rows in steps of 16 bytes, in fp32 and in fp16
+DESCRIBED = Config(16, 16, 4, 1, tma=True)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every launch of the expanded form, whether it loads by descriptors."""
+    found: list[bool] = []
+
+    def spy(*args, **options) -> None:
+        found.append(options["TMA"])
+        launch.launch(*args, **options)
+
+    monkeypatch.setattr(expanded, "launch", spy)
+    return found
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("name", sorted(n for n in CASES if n.startswith("prefill")))
+def test_conforms_with_and_without_descriptors(
+    name: str, switch: str, loads: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(CASES[name], dims=ALIGNED)
+    monkeypatch.setenv("MLA_OPS_TMA", switch)
+    with configs.override("expanded", DESCRIBED):
+        case.check("triton", torch.float32)
+    masked = "mask" in case.options or case.options.get("layout") == "strided"
+    assert set(loads) == {switch == "1" and not masked}
+
+
+@pytest.mark.parametrize("name", ["prefill-tiles", "prefill-bounds"])
+def test_conforms_in_half_precision_with_descriptors(name: str, loads: list[bool]) -> None:
+    case = replace(in_one_piece(name), dims=ALIGNED)
+    with configs.override("expanded", DESCRIBED):
+        case.check("triton", torch.float16)
+    assert set(loads) == {True}
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mla_ops.errors import InvalidInputError
 from mla_ops.kernels.triton.configs import ARCHS, Config, every_config
@@ -105,7 +106,11 @@ def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], list[str
         constants.pop(option, None)
     for parameter, value in zip(launch.kernel.params, launch.args, strict=False):
         name, special = parameter.name, not parameter.do_not_specialize
-        if isinstance(value, torch.Tensor):
+        if value is None:
+            constants[name] = None
+        elif isinstance(value, TensorDescriptor):
+            types[name] = f"tensordesc<{_POINTERS[value.base.dtype][1:]}{value.block_shape}>"
+        elif isinstance(value, torch.Tensor):
             types[name] = _POINTERS[value.dtype]
             divisible.append(name)
         elif isinstance(value, float):
@@ -159,7 +164,8 @@ def units(targets: Sequence[str], problems: Sequence[str] | None = None) -> Iter
                 config = ""
                 if "BLOCK_M" in options:
                     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-                    config = str(Config(*(options[n] for n in names)))
+                    tiles = Config(*(options[n] for n in names))
+                    config = str(tiles._replace(tma=options.get("TMA", False)))
                 flags = ("SPLIT", "CONTINUES", "FINAL", "FP8")
                 variant = " ".join(n.lower() for n in flags if options.get(n))
                 yield Unit(problem, target, index, launch.kernel.__name__, config, variant)

@@ -18,6 +18,7 @@ from mla_ops.kernels.triton.primitives import (
     NO_MASK,
     dot,
     key_bounds,
+    load_pair,
     load_tile,
     probabilities,
     visibility,
@@ -217,14 +218,11 @@ def mla_backward_keys_kernel(
 
     offs_m = tl.arange(0, BLOCK_M)
     cols, cols_r, cols_v = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
-    k = tl.zeros([BLOCK_N, 16], k_ptr.dtype.element_ty)
-    k_rope = k
-    if P > 0:
-        k_ptr += wide * stride_k_b + head * stride_k_h
-        k = load_tile(k_ptr, place * stride_k_t, cols, seen, P, BLOCK_P, True)
-    if R > 0:
-        rope_ptr += wide * stride_rope_b
-        k_rope = load_tile(rope_ptr, place * stride_rope_t, cols_r, seen, R, BLOCK_R, True)
+    k_ptr += wide * stride_k_b + head * stride_k_h
+    rope_ptr += wide * stride_rope_b
+    k, k_rope = load_pair(
+        k_ptr, rope_ptr, place * stride_k_t, place * stride_rope_t, seen, P, R, BLOCK_P, BLOCK_R
+    )
     v_ptr += wide * stride_v_b + head * stride_v_h
     v = load_tile(v_ptr, place * stride_v_t, cols_v, seen, V, BLOCK_V, True)
     q_ptr += wide * stride_q_b + head * stride_q_h

@@ -14,6 +14,8 @@ from mla_ops.kernels.triton.primitives import (
     dot,
     key_bounds,
     key_span,
+    load_keys,
+    load_pair,
     load_tile,
     probabilities,
     score_keys,
@@ -27,12 +29,8 @@ __all__ = ["mla_backward_queries_kernel"]
 def _queries_tile(
     sums,
     rows,
-    k_ptr,
-    rope_ptr,
-    v_ptr,
-    k_at,
-    rope_at,
-    v_at,
+    sources,
+    at,
     scale,
     visible,
     used,
@@ -46,10 +44,10 @@ def _queries_tile(
     """Add what one tile of keys gives to the gradient of the queries; scores are `[M, N]`."""
     grad_q, grad_q_rope = sums
     q, q_rope, grad_out, lse, delta = rows
-    scores, k, k_rope = score_keys(q, q_rope, k_ptr, rope_ptr, k_at, rope_at, used, P, R, MASKED)
-    cols_v = tl.arange(0, grad_out.shape[1])
+    place = (0, 0, 0)  # for descriptors, of which there are none
+    scores, k, k_rope = score_keys(q, q_rope, sources, at, place, used, P, R, False, MASKED)
     weights = probabilities(scores * scale, lse[:, None], bias, visible, NATURAL, MASKED)
-    v = load_tile(v_ptr, v_at, cols_v, used, V, grad_out.shape[1], MASKED)
+    v = load_keys(sources[2], at[2], place, used, V, grad_out.shape[1], False, MASKED)
     products = tl.zeros([grad_out.shape[0], used.shape[0]], tl.float32)
     grad_scores = weights * (dot(grad_out, tl.trans(v), products) - delta[:, None])
     grad_scores = grad_scores.to(grad_out.dtype)
@@ -146,12 +144,7 @@ def mla_backward_queries_kernel(
     cols, cols_r, cols_v = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
     row = (wide * H + head) * num_queries + query
     at = wide * stride_q_b + head * stride_q_h + query.to(tl.int64) * stride_q_t
-    q = tl.zeros([BLOCK_M, 16], q_ptr.dtype.element_ty)
-    q_rope = q
-    if P > 0:
-        q = load_tile(q_ptr, at, cols, row_ok, P, BLOCK_P, True)
-    if R > 0:
-        q_rope = load_tile(q_ptr + P, at, cols_r, row_ok, R, BLOCK_R, True)
+    q, q_rope = load_pair(q_ptr, q_ptr + P, at, at, row_ok, P, R, BLOCK_P, BLOCK_R)
     at = wide * stride_do_b + head * stride_do_h + query.to(tl.int64) * stride_do_t
     grad_out = load_tile(grad_out_ptr, at, cols_v, row_ok, V, BLOCK_V, True)
     lse = tl.load(stats_ptr + row, mask=row_ok, other=float("inf"))
@@ -174,25 +167,26 @@ def mla_backward_queries_kernel(
         grad_q = tl.load(acc_ptr + grad_at + cols[None, :], mask=inside, other=0.0)
     if CONTINUES and R > 0:
         grad_q_rope = tl.load(acc_ptr + grad_at + P + cols_r[None, :], mask=inside_r, other=0.0)
+    sources = ((None, k_ptr), (None, rope_ptr), (None, v_ptr))
+    sums = (grad_q, grad_q_rope)
     for start in range(low, whole, BLOCK_N):
-        place = (start - key_begin + offs_n).to(tl.int64)
-        grad_q, grad_q_rope = _queries_tile(
-            (grad_q, grad_q_rope), rows, k_ptr, rope_ptr, v_ptr,
-            place * stride_k_t, place * stride_rope_t, place * stride_v_t,
-            scale, row_ok, offs_n >= 0, 0.0, P, R, V, NATURAL, False,
-        )  # fmt: skip
-    for start in range(whole, stop, BLOCK_N):
-        keys = start + offs_n
-        place = (keys - key_begin).to(tl.int64)
-        visible, used, bias, live = visible_tile(
-            keys, stop, reach, query, row_ok, mask_ptr, mask_row, stride_mask_t, CAUSAL, MASK
+        keys = (start - key_begin + offs_n).to(tl.int64)
+        places = (keys * stride_k_t, keys * stride_rope_t, keys * stride_v_t)
+        sums = _queries_tile(
+            sums, rows, sources, places, scale, row_ok, offs_n >= 0, 0.0, P, R, V, NATURAL, False
         )
+    for start in range(whole, stop, BLOCK_N):
+        keys = (start - key_begin + offs_n).to(tl.int64)
+        places = (keys * stride_k_t, keys * stride_rope_t, keys * stride_v_t)
+        visible, used, bias, live = visible_tile(
+            start + offs_n, stop, reach, query, row_ok, mask_ptr, mask_row, stride_mask_t,
+            CAUSAL, MASK,
+        )  # fmt: skip
         if live:
-            grad_q, grad_q_rope = _queries_tile(
-                (grad_q, grad_q_rope), rows, k_ptr, rope_ptr, v_ptr,
-                place * stride_k_t, place * stride_rope_t, place * stride_v_t,
-                scale, visible, used, bias, P, R, V, NATURAL, True,
-            )  # fmt: skip
+            sums = _queries_tile(
+                sums, rows, sources, places, scale, visible, used, bias, P, R, V, NATURAL, True
+            )
+    grad_q, grad_q_rope = sums
 
     target_ptr = acc_ptr
     if FINAL:

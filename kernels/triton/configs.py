@@ -22,6 +22,7 @@ __all__ = [
     "ARCHS",
     "Arch",
     "Config",
+    "Expansion",
     "absorbed_configs",
     "arch_of",
     "backward_configs",
@@ -44,21 +45,28 @@ class Config(NamedTuple):
         block_n: keys per tile.
         num_warps: warps per program.
         num_stages: tiles in flight, and one.
+        tma: whether tiles that are not masked are loaded by tensor descriptors.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    tma: bool = False
 
     def __str__(self) -> str:
         """Write it as the tables do."""
-        return f"{self.block_m}x{self.block_n} w{self.num_warps} st{self.num_stages}"
+        tiles = f"{self.block_m}x{self.block_n} w{self.num_warps} st{self.num_stages}"
+        return f"{tiles} tma" if self.tma else tiles
 
     def options(self) -> dict[str, int]:
-        """Return it as options of a launch."""
-        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-        return dict(zip(names, self, strict=True))
+        """Return it as options of a launch, those that every kernel has."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
 
 class Arch(NamedTuple):
@@ -78,6 +86,12 @@ class Arch(NamedTuple):
     def is_hip(self) -> bool:
         """Whether it is one of AMD's."""
         return self.name.startswith("gfx")
+
+    @property
+    def has_descriptors(self) -> bool:
+        """Whether it has tensor descriptors (TMA); the interpreter plays that it has."""
+        number = self.name.removeprefix("sm")
+        return self is _INTERPRETER or (number.isdecimal() and int(number) >= 90)
 
 
 ARCHS: dict[str, Arch] = {
@@ -154,7 +168,14 @@ _EXPANDED: tuple[Config, ...] = (
     Config(64, 32, 4, 2),
     Config(32, 32, 4, 2),
 )
+_EXPANDED_TMA: tuple[Config, ...] = (
+    Config(128, 128, 8, 2, True),
+    Config(128, 64, 8, 3, True),
+    Config(128, 64, 8, 2, True),
+    Config(128, 32, 8, 2, True),
+)
 _EXPANDED_WIDE = (Config(128, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 2))
+_EXPANDED_WIDE_TMA = (Config(128, 32, 8, 2, True), Config(64, 32, 8, 2, True))
 _EXPANDED_FP32 = (Config(32, 16, 8, 2), Config(16, 16, 4, 1))
 _EXPANDED_HIP: tuple[Config, ...] = (Config(128, 32, 4, 1), Config(64, 32, 4, 1))
 _BACKWARD: tuple[Config, ...] = (Config(32, 32, 4, 2),)
@@ -172,10 +193,16 @@ _MASKED = Config(32, 32, 8, 2)
 _WIDE = ("sm90",)
 
 
-def _fits(config: Config, arch: Arch, bytes_per_key: int, bytes_per_row: int) -> bool:
-    tiles = max(1, config.num_stages - 1)
-    need = config.block_n * bytes_per_key * tiles + config.block_m * bytes_per_row
-    return need <= arch.shared
+def _fitting(
+    table: tuple[Config, ...], arch: Arch, bytes_per_key: int, bytes_per_row: int
+) -> list[Config]:
+    """Return the entries whose tiles fit into shared memory."""
+
+    def need(config: Config) -> int:
+        tiles = max(1, config.num_stages - 1)
+        return config.block_n * bytes_per_key * tiles + config.block_m * bytes_per_row
+
+    return [config for config in table if need(config) <= arch.shared]
 
 
 @functools.cache
@@ -198,7 +225,7 @@ def absorbed_configs(
     if rows > 32 and arch.name in _WIDE and VERSION < (3, 9) and not fp8:
         bucket = 64
     width = padded(latent) + (padded(rope) if rope else 0)
-    offered = [c for c in table[bucket] if _fits(c, arch, width * itemsize, width * itemsize)]
+    offered = _fitting(table[bucket], arch, width * itemsize, width * itemsize)
     if fp8 and not arch.is_hip:  # codes and what they become are in registers together
         narrow = 16 if arch.name in _MODERN else 0  # rows that four warps can take
         offered = [c for c in offered if c.block_m * c.block_n <= 32 * 32]
@@ -210,58 +237,82 @@ def absorbed_configs(
     return offered[:_OFFERS] or [_FEW_ROWS]
 
 
-@functools.cache
-def expanded_configs(
-    nope: int, rope: int, value: int, itemsize: int, masked: bool, arch: Arch
-) -> list[Config]:
-    """Return the tile sizes offered for the expanded form, best first.
+class Expansion(NamedTuple):
+    """What of a call the tiles of the expanded form and of its backward depend on.
 
-    Args:
+    Attributes:
         nope: P.
         rope: R.
         value: V.
         itemsize: bytes of an element.
         masked: whether there is an attention mask.
-        arch: of the device.
+        tma: whether tensor descriptors can be made of keys and values.
     """
-    table = _EXPANDED_HIP if arch.is_hip else _EXPANDED
-    query = (padded(nope) if nope else 0) + (padded(rope) if rope else 0)
-    per_key = (query + padded(value)) * itemsize
-    offered = [c for c in table if _fits(c, arch, per_key, query * itemsize)]
-    if padded(value) > 128 and not arch.is_hip:  # the result alone takes half of the registers
-        few = arch.name not in _LARGE
-        offered = [c for c in _EXPANDED_WIDE[few:] if _fits(c, arch, per_key, query * itemsize)]
-    elif masked and not arch.is_hip and arch.name not in _LARGE:
-        offered = [_MASKED_80 if arch.name == "sm80" else _MASKED]
-    if itemsize > 2:
-        offered = [c for c in _EXPANDED_FP32 if _fits(c, arch, per_key, query * itemsize)]
-    return offered[:_OFFERS] or [_FEW_ROWS]
+
+    nope: int
+    rope: int
+    value: int
+    itemsize: int
+    masked: bool
+    tma: bool = False
+
+    @property
+    def query_width(self) -> int:
+        """Columns of the tiles of both parts of queries, or of keys."""
+        return sum(padded(width) for width in (self.nope, self.rope) if width)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the result alone takes half of the registers."""
+        return padded(self.value) > 128
 
 
 @functools.cache
-def backward_configs(
-    nope: int, rope: int, value: int, itemsize: int, masked: bool, arch: Arch
-) -> list[Config]:
+def expanded_configs(given: Expansion, arch: Arch) -> list[Config]:
+    """Return the tile sizes offered for the expanded form, best first.
+
+    Tensor descriptors come first where they save many instructions, and last elsewhere.
+
+    Args:
+        given: widths, dtype and mask.
+        arch: of the device.
+    """
+    large = arch.name in _LARGE
+    table, described = _EXPANDED, _EXPANDED_TMA
+    if given.itemsize > 2:
+        table, described = _EXPANDED_FP32, ()
+    elif arch.is_hip:
+        table, described = _EXPANDED_HIP, ()
+    elif given.is_wide:
+        table, described = _EXPANDED_WIDE[not large :], _EXPANDED_WIDE_TMA[not large :]
+    elif given.masked and not large:
+        table = (_MASKED_80 if arch.name == "sm80" else _MASKED,)
+    per_row = given.query_width * given.itemsize
+    per_key = per_row + padded(given.value) * given.itemsize
+    offered = _fitting(table, arch, per_key, per_row)[:_OFFERS] or [_FEW_ROWS]
+    if not given.tma:
+        return offered
+    fitting = _fitting(described, arch, per_key, per_row)[:_OFFERS]
+    return fitting + offered if large else offered + fitting
+
+
+@functools.cache
+def backward_configs(given: Expansion, arch: Arch) -> list[Config]:
     """Return the tile sizes offered for the two kernels of the backward, best first.
 
     Args:
-        nope: P.
-        rope: R.
-        value: V.
-        itemsize: bytes of an element.
-        masked: whether there is an attention mask.
+        given: widths, dtype and mask.
         arch: of the device.
     """
-    table = _BACKWARD_LARGE if arch.name in _LARGE and not masked else _BACKWARD
-    if padded(value) > 128:
+    table = _BACKWARD_LARGE if arch.name in _LARGE and not given.masked else _BACKWARD
+    if given.is_wide:
         table = _BACKWARD_WIDE
-    if itemsize > 2:
+    if given.itemsize > 2:
         table = _BACKWARD_FP32
     if arch.is_hip:
         table = _BACKWARD_HIP
-    width = (padded(nope) if nope else 0) + (padded(rope) if rope else 0) + padded(value)
-    offered = [c for c in table if _fits(c, arch, width * itemsize, width * itemsize)]
-    return offered[:_OFFERS] or [_FEW_ROWS]
+    width = (given.query_width + padded(given.value)) * given.itemsize
+    return _fitting(table, arch, width, width)[:_OFFERS] or [_FEW_ROWS]
 
 
 @contextmanager
@@ -294,13 +345,17 @@ def every_config(arch: Arch) -> Iterator[None]:
 
 
 def run_chosen(
-    kind: str, key: object, offered: list[Config], run: Callable[[Config], None], repeatable: bool
+    kind: str,
+    key: Callable[[], object],
+    offered: list[Config],
+    run: Callable[[Config], None],
+    repeatable: bool,
 ) -> None:
     """Run a call with the tile sizes chosen for it.
 
     Args:
         kind: as for `override`.
-        key: what the choice may depend on, hashable; the lengths of a batch are no part of it.
+        key: returns what the choice may depend on, hashable; lengths are no part of it.
         offered: what fits, best first.
         run: launches the kernel.
         repeatable: whether that gives the same result a second time; if so, the offers are timed
@@ -317,11 +372,14 @@ def run_chosen(
         run(offered[0])
 
 
-def _tuned(kind: str, key: object, offered: list[Config], run: Callable[[Config], None]) -> Config:
-    found = _TUNED.get((kind, key))
+def _tuned(
+    kind: str, key: Callable[[], object], offered: list[Config], run: Callable[[Config], None]
+) -> Config:
+    of_call = kind, key()
+    found = _TUNED.get(of_call)
     if found is None:
         if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             return offered[0]
         times = {c: float(triton.testing.do_bench(functools.partial(run, c))) for c in offered}
-        found = _TUNED[kind, key] = min(times, key=lambda config: times[config])
+        found = _TUNED[of_call] = min(times, key=lambda config: times[config])
     return found

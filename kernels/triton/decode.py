@@ -241,6 +241,8 @@ def mla_absorbed_kernel(
     H: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
+    Q_ROPE: tl.constexpr,
+    K_ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     IDS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -256,7 +258,10 @@ def mla_absorbed_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Attend for some rows of one request to one split of its keys."""
+    """Attend for some rows of one request to one split of its keys.
+
+    Rotary parts begin at column `Q_ROPE` of a query's row and `K_ROPE` of a key's.
+    """
     blocks = tl.cdiv(num_queries * H, BLOCK_M)
     request = tl.program_id(0) // blocks
     first_row = (tl.program_id(0) % blocks) * BLOCK_M
@@ -282,7 +287,7 @@ def mla_absorbed_kernel(
     if R > 0:
         q_at = request.to(tl.int64) * stride_qr_b + head * stride_qr_h
         q_at += (query + (token0 if RAGGED else 0)).to(tl.int64) * stride_qr_t
-        q_rope = load_tile(q_rope_ptr, q_at, offs_r, row_ok, R, BLOCK_R, True)
+        q_rope = load_tile(q_rope_ptr + Q_ROPE, q_at, offs_r, row_ok, R, BLOCK_R, True)
     kv_scale = 1.0
     if FP8:
         kv_scale = tl.load(kv_scale_ptr).to(tl.float32)
@@ -298,6 +303,7 @@ def mla_absorbed_kernel(
     if MASK != NO_MASK:
         whole = begin
 
+    rope_ptr += K_ROPE
     if KEYS == DENSE:
         latent_ptr += request.to(tl.int64) * stride_latent_p
         rope_ptr += request.to(tl.int64) * stride_rope_p

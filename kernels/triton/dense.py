@@ -9,8 +9,8 @@ from mla_ops import env
 from mla_ops.dims import MLADims
 from mla_ops.dispatch import AttentionOptions
 from mla_ops.kernels.triton.absorbed import DENSE, Keys, Queries, Rules, attend_absorbed
+from mla_ops.kernels.triton.expanded import Expanded, State, attend_expanded
 from mla_ops.kernels.triton.launch import unit
-from mla_ops.kernels.triton.prefill import Expanded, State, attend_expanded
 from mla_ops.kernels.triton.project import halves, project, widths
 
 __all__ = ["attention", "chunk_of_keys", "rules_of"]
@@ -37,7 +37,7 @@ def attention(
     dims = widths(heads, kv_c.shape[2], k_pe.shape[2], width, w_kv_b.shape[0])
     query, kv_c, k_pe = unit(query), unit(kv_c), unit(k_pe)
     out = query.new_empty(*query.shape[:3], dims.v_head_dim)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     if not lse.numel():
         return out, lse
     rules = rules_of(options)
@@ -90,25 +90,32 @@ def _absorbed(
     """Walk the latents as they lie; nothing but the queries is projected."""
     del workspace_tokens  # no scratch depends on the keys
     batch, heads, queries, _ = query.shape
-    nope = dims.qk_nope_head_dim
+    nope, tokens, width = dims.qk_nope_head_dim, batch * queries, dims.v_head_dim
+    of_batch, of_head, of_query, _ = query.stride()
     w_uk, w_uv = halves(w_kv_b, dims)
-    by_head = query.transpose(0, 1)[..., :nope].reshape(heads, batch * queries, nope)
-    latent = query.new_empty(heads, batch * queries, dims.kv_lora_rank)
+    one_row = batch == 1 or queries == 1  # the tokens of a head are evenly spaced
+    if one_row:
+        of_token = of_query if batch == 1 else of_batch
+        by_head = query.as_strided((heads, tokens, nope), (of_head, of_token, 1))
+        value = out.as_strided(
+            (heads, tokens, width),
+            (queries * width, width if batch == 1 else heads * width, 1),
+        )
+    else:
+        by_head = query.transpose(0, 1)[..., :nope].reshape(heads, tokens, nope)
+        value = query.new_empty(heads, tokens, width)
+    latent = query.new_empty(heads, tokens, dims.kv_lora_rank)
     project(by_head, w_uk, latent, rules.invariant)
     result = torch.empty_like(latent)
     attend_absorbed(
-        Queries(latent, query[..., nope:], batch, queries, None, 0),
-        [Keys(DENSE.value, kv_c, k_pe, kv_c.shape[1], None, None, None)],
+        Queries(latent, query, nope, (of_batch, of_head, of_query), batch, queries),
+        [Keys(DENSE.value, kv_c, k_pe, kv_c.shape[1])],
         rules,
         result,
         lse,
     )
-    if batch == 1 or queries == 1:
-        flat = out[0] if batch == 1 else out[:, :, 0].transpose(0, 1)
-        project(result, w_uv, flat, rules.invariant)
-    else:
-        value = query.new_empty(heads, batch * queries, dims.v_head_dim)
-        project(result, w_uv, value, rules.invariant)
+    project(result, w_uv, value, rules.invariant)
+    if not one_row:
         out.copy_(value.view(heads, batch, queries, -1).transpose(0, 1))
 
 

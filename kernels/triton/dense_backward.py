@@ -12,11 +12,17 @@ from mla_ops.dispatch import AttentionOptions
 from mla_ops.kernels.triton.absorbed import Rules
 from mla_ops.kernels.triton.backward_keys import mla_backward_keys_kernel, mla_backward_rows_kernel
 from mla_ops.kernels.triton.backward_queries import mla_backward_queries_kernel
-from mla_ops.kernels.triton.configs import Config, arch_of, backward_configs, padded, run_chosen
+from mla_ops.kernels.triton.configs import (
+    Config,
+    Expansion,
+    arch_of,
+    backward_configs,
+    padded,
+    run_chosen,
+)
 from mla_ops.kernels.triton.dense import chunk_of_keys, rules_of
+from mla_ops.kernels.triton.expanded import Expanded, width_constants
 from mla_ops.kernels.triton.launch import cdiv, launch, unit
-from mla_ops.kernels.triton.prefill import Expanded
-from mla_ops.kernels.triton.primitives import ADDITIVE_MASK
 
 __all__ = ["attention_backward"]
 
@@ -102,7 +108,7 @@ def _row_stats(
         *grad_out.stride()[:3],
         H=heads,
         V=width,
-        NATURAL=rules.mask_kind == ADDITIVE_MASK.value,
+        NATURAL=rules.is_natural,
         GRAD_LSE=grad_lse is not None,
         ROWS=_ROWS,
         BLOCK_V=padded(width),
@@ -199,10 +205,13 @@ def _pull_to_queries(pull: _Pull, grad_q: Tensor, acc: Tensor | None, last: bool
 def _run_chosen(kind: str, pull: _Pull, run: Callable[[Config], None], repeatable: bool) -> None:
     query, key, rope, value = pull.given[:4]
     rules, arch = pull.rules, arch_of(query)
-    sizes = key.shape[-1], rope.shape[-1], value.shape[-1]
-    masked = rules.mask is not None
-    offered = backward_configs(*sizes, query.element_size(), masked, arch)
-    name = (*sizes, query.shape[1], query.dtype, arch, rules.is_causal, rules.mask_kind)
+    widths = key.shape[-1], rope.shape[-1], value.shape[-1]
+    sizes = Expansion(*widths, query.element_size(), rules.mask is not None)
+    offered = backward_configs(sizes, arch)
+
+    def name() -> object:
+        return sizes, query.shape[1], query.dtype, arch, rules.is_causal, rules.mask_kind
+
     run_chosen(kind, name, offered, run, repeatable)
 
 
@@ -241,7 +250,7 @@ def _launch(
         *given.key_strides(),
         *grad_out.stride()[:3],
         *rules.mask_strides(),
-        **given.widths(),
+        **width_constants(heads, key.shape[-1], rope.shape[-1], value.shape[-1]),
         CAUSAL=rules.is_causal,
         MASK=rules.mask_kind,
         BOUNDS=rules.bounds is not None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from mla_ops.kernels.triton.absorbed import (
     attend_absorbed,
 )
 from mla_ops.kernels.triton.cache import as_codes, check_rows, gather_kv_cache
+from mla_ops.kernels.triton.expanded import Expanded, State, attend_expanded
 from mla_ops.kernels.triton.launch import unit
-from mla_ops.kernels.triton.prefill import Expanded, State, attend_expanded
 from mla_ops.kernels.triton.project import halves, project, widths
 
 __all__ = ["attention", "decode", "ragged_prefill"]
@@ -55,12 +55,12 @@ def _dims(query: Tensor, w_kv_b: Tensor, kv_cache: Tensor) -> MLADims:
     return widths(heads, latent, kv_cache.shape[2] - latent, width, expanded)
 
 
-def _rules(softmax_scale: float, is_causal: bool) -> Rules:
-    return Rules(softmax_scale, None, None, None, is_causal, env.batch_invariant())
+def _absorbed_rules(batch: PagedBatch) -> Rules:
+    return Rules(batch.softmax_scale, is_causal=True, invariant=env.batch_invariant())
 
 
-def _pages(kind: int, batch: PagedBatch, requests: slice, latent: int) -> Keys:
-    """Return the cache as the keys of some requests."""
+def _pages(kind: int, batch: PagedBatch, requests: slice | None, latent: int) -> Keys:
+    """Return the cache as the keys of some requests, None for all."""
     check_rows(batch.kv_cache)
     cache = as_codes(batch.kv_cache)
     scale = None
@@ -68,10 +68,17 @@ def _pages(kind: int, batch: PagedBatch, requests: slice, latent: int) -> Keys:
         scale = batch.kv_scale
         if scale is None:
             scale = torch.ones(1, dtype=torch.float32, device=cache.device)
-    table = unit(batch.block_table)[requests]
-    most = table.shape[1] * cache.shape[1]
-    lens = unit(batch.seq_lens)[requests]
-    return Keys(kind, cache[..., :latent], cache[..., latent:], most, table, lens, scale)
+    table, lens = unit(batch.block_table), unit(batch.seq_lens)
+    if requests is not None:
+        table, lens = table[requests], lens[requests]
+    return Keys(kind, cache, cache, table.shape[1] * cache.shape[1], table, lens, scale)
+
+
+def _by_head(ragged: Tensor, width: int) -> Tensor:
+    """View the first columns of `[T, H, columns]` as `[H, T, width]`."""
+    tokens, heads, _ = ragged.shape
+    of_token, of_head, of_column = ragged.stride()
+    return ragged.as_strided((heads, tokens, width), (of_head, of_token, of_column))
 
 
 def decode(query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
@@ -86,32 +93,15 @@ def decode(query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Te
         `[T, H, V]` and `[H, T]`.
     """
     dims, requests = _dims(query, w_kv_b, batch.kv_cache), batch.seq_lens.shape[0]
-    tokens, heads, _ = query.shape
-    out = query.new_empty(tokens, heads, dims.v_head_dim)
-    lse = torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
-    most = tokens // requests if requests else 0
+    out, lse = _results(query, dims.v_head_dim)
     query = unit(query)
-    rope = query[..., dims.qk_nope_head_dim :]
-    # [B, H, S, R]: the requests are equally long, so nothing is ragged.
-    by_request = lse[None]
-    if tokens:
-        per_token, per_head, _ = rope.stride()
-        sizes = (requests, heads, most, rope.shape[2])
-        rope = rope.as_strided(sizes, (most * per_token, per_head, per_token, 1))
-        by_request = lse.view(heads, requests, most).transpose(0, 1)
-    else:
-        rope = rope[None]
-    keys = [_pages(CACHED.value, batch, slice(None), dims.kv_lora_rank)]
-    _project(
-        query,
-        w_kv_b,
-        dims,
-        (rope, requests, most, None, 0),
-        keys,
-        _rules(batch.softmax_scale, True),
-        out,
-        by_request,
-    )
+    most = query.shape[0] // requests if requests else 0
+    # The requests are equally long, so nothing is ragged.
+    of_token, of_head, _ = query.stride()
+    strides = (most * of_token, of_head, of_token)
+    keys = [_pages(CACHED.value, batch, None, dims.kv_lora_rank)]
+    rules = _absorbed_rules(batch)
+    _project(query, w_kv_b, dims, (strides, requests, most), keys, rules, out, lse)
     return out, lse
 
 
@@ -119,21 +109,23 @@ def _project(
     query: Tensor,
     w_kv_b: Tensor,
     dims: MLADims,
-    queries: tuple[Tensor, int, int, Tensor | None, int],
+    queries: tuple[Any, ...],
     keys: list[Keys],
     rules: Rules,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Move the queries `[T, H, P+R]` into the latent space, attend, and move the result back."""
+    """Move the queries `[T, H, P+R]` into the latent space, attend, and move the result back.
+
+    `queries` are the fields of `Queries` from `strides` on.
+    """
+    nope = dims.qk_nope_head_dim
     w_uk, w_uv = halves(w_kv_b, dims)
     latent = query.new_empty(dims.num_heads, query.shape[0], dims.kv_lora_rank)
-    nope = query[..., : dims.qk_nope_head_dim].transpose(0, 1)
-    project(nope, w_uk, latent, rules.invariant)
-    # A padding token is in no request.
-    result = torch.empty_like(latent) if queries[3] is None else torch.zeros_like(latent)
-    attend_absorbed(Queries(latent, *queries), keys, rules, result, lse)
-    project(result, w_uv, out.transpose(0, 1), rules.invariant)
+    project(_by_head(query, nope), w_uk, latent, rules.invariant)
+    result = torch.empty_like(latent)
+    attend_absorbed(Queries(latent, query, nope, *queries), keys, rules, result, lse)
+    project(result, w_uv, _by_head(out, dims.v_head_dim), rules.invariant)
 
 
 def ragged_prefill(batch: RaggedBatch) -> tuple[Tensor, Tensor]:
@@ -148,17 +140,17 @@ def ragged_prefill(batch: RaggedBatch) -> tuple[Tensor, Tensor]:
     Returns:
         `[T, H, V]` and `[H, T]`; tokens of no request are 0 and -inf.
     """
-    out, lse = _empty_results(batch.query, batch.value.shape[2])
+    out, lse = _results(batch.query, batch.value.shape[2])
     query, key, rope, value, cu_q, cu_k = map(unit, batch[:6])
     given = Expanded(query, key, rope, value, cu_q, cu_k)
-    attend_expanded(given, _rules(batch.softmax_scale, batch.is_causal), out, lse, None)
+    attend_expanded(given, Rules(batch.softmax_scale, is_causal=batch.is_causal), out, lse, None)
     return out, lse
 
 
-def _empty_results(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _results(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = query.shape
-    lse = torch.full((heads, tokens), float("-inf"), dtype=torch.float32, device=query.device)
-    return query.new_zeros(tokens, heads, width), lse
+    lse = query.new_empty((heads, tokens), dtype=torch.float32)
+    return query.new_empty(tokens, heads, width), lse
 
 
 def attention(
@@ -184,21 +176,27 @@ def attention(
     """
     dims, requests = _dims(query, w_kv_b, batch.kv_cache), batch.seq_lens.shape[0]
     query, kv_c, k_pe = unit(query), unit(kv_c), unit(k_pe)
-    out, lse = _empty_results(query, dims.v_head_dim)
+    out, lse = _results(query, dims.v_head_dim)
     cached = min(num_decodes, requests)
     if cached and cached == requests:
         # From shapes alone, so that a captured graph stays right when the lengths change.
-        _decode_part(query, w_kv_b, batch, dims, cached, query.shape[0], None, out, lse)
+        most = query.shape[0] // requests
+        _decode_part(query, w_kv_b, batch, dims, None, most, out, lse)
         return out, lse
     starts, lens = _on_host(batch)
     if cached:
         most = max(b - a for a, b in pairwise(starts[: cached + 1]))
-        _decode_part(query, w_kv_b, batch, dims, cached, starts[cached], most, out, lse)
+        own = slice(0, starts[cached])
+        part = query[own], out[own], lse[:, own]
+        _decode_part(part[0], w_kv_b, batch, dims, slice(0, cached), most, *part[1:])
     for run in _runs(starts, lens, cached, dims):
         rows = kv_c[run.tokens], k_pe[run.tokens]
         results = out[run.tokens], lse[:, run.tokens]
-        part = _expanded_run if run.expand else _absorbed_run
-        part(query[run.tokens], rows, w_kv_b, batch, dims, run, results)
+        form = _expanded_run if run.expand else _absorbed_run
+        form(query[run.tokens], rows, w_kv_b, batch, dims, run, results)
+    if starts[-1] < query.shape[0]:  # padding behind the last request
+        out[starts[-1] :] = 0
+        lse[:, starts[-1] :] = float("-inf")
     return out, lse
 
 
@@ -236,20 +234,17 @@ def _decode_part(
     w_kv_b: Tensor,
     batch: PagedBatch,
     dims: MLADims,
-    requests: int,
-    tokens: int,
-    most: int | None,
+    requests: slice | None,
+    most: int,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Attend for the decodes, which may be padded with requests of no tokens."""
-    query, out, lse = query[:tokens], out[:tokens], lse[:, :tokens]
-    most = tokens // requests if most is None else most
-    cu = unit(batch.cu_seqlens_q)
-    keys = [_pages(CACHED.value, batch, slice(0, requests), dims.kv_lora_rank)]
-    rope = query[..., dims.qk_nope_head_dim :]
-    rules = _rules(batch.softmax_scale, True)
-    _project(query, w_kv_b, dims, (rope, requests, most, cu, 0), keys, rules, out, lse)
+    """Attend for the leading requests, or all; they may be padded with requests of no tokens."""
+    of_token, of_head, _ = query.stride()
+    keys = [_pages(CACHED.value, batch, requests, dims.kv_lora_rank)]
+    count = batch.seq_lens.shape[0] if requests is None else requests.stop
+    queries = ((0, of_head, of_token), count, most, unit(batch.cu_seqlens_q))
+    _project(query, w_kv_b, dims, queries, keys, _absorbed_rules(batch), out, lse)
 
 
 def _absorbed_run(
@@ -262,15 +257,15 @@ def _absorbed_run(
     results: tuple[Tensor, Tensor],
 ) -> None:
     """Attend to the context in the cache and to the new tokens' rows, as two sets of splits."""
-    requests = run.requests.stop - run.requests.start
+    of_token, of_head, _ = query.stride()
+    count = run.requests.stop - run.requests.start
     cu = unit(batch.cu_seqlens_q)[run.requests.start : run.requests.stop + 1]
     keys = []
     if any(run.contexts):
         keys.append(_pages(CONTEXT.value, batch, run.requests, dims.kv_lora_rank))
-    keys.append(Keys(NEW.value, *rows, run.most, None, None, None))
-    rope = query[..., dims.qk_nope_head_dim :]
-    queries = (rope, requests, run.most, cu, run.tokens.start)
-    _project(query, w_kv_b, dims, queries, keys, _rules(batch.softmax_scale, True), *results)
+    keys.append(Keys(NEW.value, *rows, run.most))
+    queries = ((0, of_head, of_token), count, run.most, cu, run.tokens.start)
+    _project(query, w_kv_b, dims, queries, keys, _absorbed_rules(batch), *results)
 
 
 def _expanded_run(
@@ -314,7 +309,7 @@ def _expanded_run(
                 cus[i],
                 run.tokens.start,
             )
-            attend_expanded(given, _rules(batch.softmax_scale, False), None, None, state)
+            attend_expanded(given, Rules(batch.softmax_scale), None, None, state)
     pair = torch.mm(rows[0], w_kv_b.t()).view(-1, heads, nope + dims.v_head_dim)
     given = Expanded(
         query,
@@ -325,4 +320,4 @@ def _expanded_run(
         cu_q - run.tokens.start,
         run.tokens.start,
     )
-    attend_expanded(given, _rules(batch.softmax_scale, True), *results, state)
+    attend_expanded(given, Rules(batch.softmax_scale, is_causal=True), *results, state)

@@ -9,16 +9,9 @@ chunks are one softmax.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mla_ops.kernels.triton.absorbed import Rules
-from mla_ops.kernels.triton.configs import Config, arch_of, expanded_configs, padded, run_chosen
-from mla_ops.kernels.triton.launch import cdiv, launch
 from mla_ops.kernels.triton.primitives import (
     ADDITIVE_MASK,
     dot,
@@ -26,28 +19,24 @@ from mla_ops.kernels.triton.primitives import (
     finish,
     key_bounds,
     key_span,
-    load_tile,
+    load_keys,
+    load_pair,
     online_softmax,
     score_keys,
     visible_tile,
 )
 
-__all__ = ["Expanded", "State", "attend_expanded", "mla_expanded_kernel"]
+__all__ = ["mla_expanded_kernel"]
 
 
 @triton.jit
 def _attend_tile(
-    acc,
-    top,
-    total,
+    sums,
     q,
     q_rope,
-    k_ptr,
-    rope_ptr,
-    v_ptr,
-    k_at,
-    rope_at,
-    v_at,
+    sources,
+    at,
+    place,
     scale,
     visible,
     used,
@@ -56,24 +45,27 @@ def _attend_tile(
     R: tl.constexpr,
     V: tl.constexpr,
     NATURAL: tl.constexpr,
+    TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add one tile of keys to the running softmax."""
-    scores, _, _ = score_keys(q, q_rope, k_ptr, rope_ptr, k_at, rope_at, used, P, R, MASKED)
+    acc, top, total = sums
+    scores, _, _ = score_keys(q, q_rope, sources, at, place, used, P, R, TMA, MASKED)
     scores *= scale
     if MASKED:
         scores = tl.where(visible, scores + bias, float("-inf"))
     weights, factor, top, total = online_softmax(scores, top, total, NATURAL)
-    value_width: tl.constexpr = acc.shape[1]
-    v = load_tile(v_ptr, v_at, tl.arange(0, value_width), used, V, value_width, MASKED)
+    batch, head, row = place
+    v = load_keys(sources[2], at[2], [batch, head, row, 0], used, V, acc.shape[1], TMA, MASKED)
     acc = dot(weights.to(v.dtype), v, acc * factor[:, None])
     return acc, top, total
 
 
 @triton.jit
-def _span(cu_ptr, request):
+def _span(cu_ptr, request, requests, end):
+    """Return where a request begins and its length; behind the last one a span goes to `end`."""
     begin = tl.load(cu_ptr + request)
-    return begin, tl.load(cu_ptr + request + 1) - begin
+    return begin, tl.load(cu_ptr + request + 1, mask=request < requests, other=end) - begin
 
 
 @triton.jit(
@@ -98,6 +90,9 @@ def mla_expanded_kernel(
     k_ptr,
     rope_ptr,
     v_ptr,
+    k_desc,
+    rope_desc,
+    v_desc,
     out_ptr,
     lse_ptr,
     acc_ptr,
@@ -146,6 +141,7 @@ def mla_expanded_kernel(
     SINKS: tl.constexpr,
     CONTINUES: tl.constexpr,
     FINAL: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -159,10 +155,12 @@ def mla_expanded_kernel(
     low, high, last, begin_k = key_begin, num_keys, key_end, 0
     queries = num_queries
     if RAGGED:
-        request, block = find_block(index, cu_q_ptr, first_token, num_requests, BLOCK_M)
-        begin, queries = _span(cu_q_ptr, request)
+        # Tokens behind the last request are one more, without keys.
+        request, block = find_block(index, cu_q_ptr, first_token, num_requests + 1, BLOCK_M)
+        begin, queries = _span(cu_q_ptr, request, num_requests, first_token + num_tokens)
         token0, batch = (begin - first_token).to(tl.int64), tl.zeros((), tl.int64)
-        begin_k, high = _span(cu_k_ptr, request)
+        begin_k, high = _span(cu_k_ptr, request, num_requests, 0)
+        high = tl.where(request < num_requests, high, 0)
         last = high
     else:
         blocks = tl.cdiv(num_queries, BLOCK_M)
@@ -182,12 +180,7 @@ def mla_expanded_kernel(
     query = first + tl.arange(0, BLOCK_M)
     row_ok = query < queries
     at = batch * stride_q_b + head * stride_q_h + (token0 + query) * stride_q_t
-    q = tl.zeros([BLOCK_M, 16], q_ptr.dtype.element_ty)
-    q_rope = q
-    if P > 0:
-        q = load_tile(q_ptr, at, tl.arange(0, BLOCK_P), row_ok, P, BLOCK_P, True)
-    if R > 0:
-        q_rope = load_tile(q_ptr + P, at, tl.arange(0, BLOCK_R), row_ok, R, BLOCK_R, True)
+    q, q_rope = load_pair(q_ptr, q_ptr + P, at, at, row_ok, P, R, BLOCK_P, BLOCK_R)
     k_ptr += batch * stride_k_b + head * stride_k_h
     rope_ptr += batch * stride_rope_b
     v_ptr += batch * stride_v_b + head * stride_v_h
@@ -205,25 +198,31 @@ def mla_expanded_kernel(
         top = tl.load(stats_ptr + row, mask=row_ok, other=float("-inf"))
         total = tl.load(stats_ptr + H * num_tokens + row, mask=row_ok, other=0.0)
         acc = tl.load(state, mask=inside, other=0.0)
+    sources = ((k_desc, k_ptr), (rope_desc, rope_ptr), (v_desc, v_ptr))
+    which = request if not RAGGED else 0
+    sums = (acc, top, total)
     for start in range(low, whole, BLOCK_N):
-        place = (begin_k + start - key_begin + offs_n).to(tl.int64)
-        acc, top, total = _attend_tile(
-            acc, top, total, q, q_rope, k_ptr, rope_ptr, v_ptr,
-            place * stride_k_t, place * stride_rope_t, place * stride_v_t,
-            scale, row_ok, offs_n >= 0, 0.0, P, R, V, NATURAL, False,
+        first_key = begin_k + start - key_begin
+        keys = (first_key + offs_n).to(tl.int64)
+        places = (keys * stride_k_t, keys * stride_rope_t, keys * stride_v_t)
+        sums = _attend_tile(
+            sums, q, q_rope, sources, places, (which, tl.program_id(1), first_key), scale,
+            row_ok, offs_n >= 0, 0.0, P, R, V, NATURAL, TMA, False,
         )  # fmt: skip
     for start in range(whole, stop, BLOCK_N):
-        keys = start + offs_n
-        place = (begin_k + keys - key_begin).to(tl.int64)
+        first_key = begin_k + start - key_begin
+        keys = (first_key + offs_n).to(tl.int64)
+        places = (keys * stride_k_t, keys * stride_rope_t, keys * stride_v_t)
         visible, used, bias, live = visible_tile(
-            keys, stop, reach, query, row_ok, mask_ptr, mask_row, stride_mask_t, CAUSAL, MASK
-        )
+            start + offs_n, stop, reach, query, row_ok, mask_ptr, mask_row, stride_mask_t,
+            CAUSAL, MASK,
+        )  # fmt: skip
         if live:
-            acc, top, total = _attend_tile(
-                acc, top, total, q, q_rope, k_ptr, rope_ptr, v_ptr,
-                place * stride_k_t, place * stride_rope_t, place * stride_v_t,
-                scale, visible, used, bias, P, R, V, NATURAL, True,
+            sums = _attend_tile(
+                sums, q, q_rope, sources, places, (which, tl.program_id(1), first_key), scale,
+                visible, used, bias, P, R, V, NATURAL, TMA, True,
             )  # fmt: skip
+    acc, top, total = sums
 
     if FINAL:
         sink = tl.zeros([BLOCK_M], tl.float32)
@@ -239,162 +238,3 @@ def mla_expanded_kernel(
         tl.store(stats_ptr + row, top, mask=row_ok)
         tl.store(stats_ptr + H * num_tokens + row, total, mask=row_ok)
         tl.store(state, acc, mask=inside)
-
-
-class Expanded(NamedTuple):
-    """Queries, keys and values of a call: dense with a batch dimension, or ragged without.
-
-    Attributes:
-        query: `[B, H, S, P+R]`, or ragged `[T, H, P+R]`.
-        key: `[B, K, H, P]`, or `[K, H, P]`: some of the keys.
-        rope: `[B, K, R]`, or `[K, R]`.
-        value: `[B, K, H, V]`, or `[K, H, V]`.
-        cu_q: `[requests + 1]` int32 where ragged.
-        cu_k: `[requests + 1]` int32 where ragged.
-        first_token: what to subtract from `cu_q`.
-        key_begin: place of the first of the keys, where dense.
-        num_keys: how many keys there are in all, where dense.
-    """
-
-    query: Tensor
-    key: Tensor
-    rope: Tensor
-    value: Tensor
-    cu_q: Tensor | None
-    cu_k: Tensor | None
-    first_token: int = 0
-    key_begin: int = 0
-    num_keys: int = 0
-
-    def key_strides(self) -> tuple[int, ...]:
-        """Return the strides of keys, rotary keys and values: batch, head, token."""
-        key, rope, value = self[1:4]
-        batches = (0, 0, 0) if self.cu_q is not None else (t.stride(0) for t in (key, rope, value))
-        of_key, of_rope, of_value = batches
-        return (
-            *(of_key, key.stride(-2), key.stride(-3)),
-            *(of_rope, rope.stride(-2)),
-            *(of_value, value.stride(-2), value.stride(-3)),
-        )
-
-    def widths(self) -> dict[str, int]:
-        """Return the constants of a kernel that follow from shapes."""
-        sizes = {"P": self.key.shape[-1], "R": self.rope.shape[-1], "V": self.value.shape[-1]}
-        blocks = {f"BLOCK_{name}": padded(size) for name, size in sizes.items()}
-        return {"H": self.value.shape[-2], **sizes, **blocks}
-
-
-class State(NamedTuple):
-    """A softmax between two launches.
-
-    Attributes:
-        acc: `[H, T, V]` fp32, unnormalised.
-        stats: `[2, H, T]` fp32: maximum and sum.
-    """
-
-    acc: Tensor
-    stats: Tensor
-
-    @classmethod
-    def empty(cls, heads: int, tokens: int, width: int, like: Tensor) -> State:
-        """Return the state of rows that have seen no key."""
-        acc = torch.zeros((heads, tokens, width), dtype=torch.float32, device=like.device)
-        stats = torch.zeros((2, heads, tokens), dtype=torch.float32, device=like.device)
-        stats[0].fill_(float("-inf"))
-        return cls(acc, stats)
-
-
-def attend_expanded(
-    given: Expanded,
-    rules: Rules,
-    out: Tensor | None,
-    lse: Tensor | None,
-    state: State | None,
-) -> None:
-    """Attend to keys and values that are expanded.
-
-    Args:
-        given: queries, keys and values.
-        rules: who sees whom.
-        out: laid out like the query, written; None: more keys will follow, `state` is written.
-        lse: `[B, H, S]`, or ragged `[H, T]`; written with `out`.
-        state: what earlier launches have left, or None.
-    """
-    query, key, value = given.query, given.key, given.value
-    nope, rope, width = key.shape[-1], given.rope.shape[-1], value.shape[-1]
-    heads, arch = value.shape[-2], arch_of(query)
-    masked = rules.mask is not None
-    offered = expanded_configs(nope, rope, width, query.element_size(), masked, arch)
-
-    def run(config: Config) -> None:
-        _launch_expanded(given, rules, config, out, lse, state)
-
-    name = (nope, rope, width, heads, query.dtype, arch, rules.is_causal, rules.mask_kind)
-    run_chosen("expanded", name, offered, run, state is None)
-
-
-def _launch_expanded(
-    given: Expanded,
-    rules: Rules,
-    config: Config,
-    out: Tensor | None,
-    lse: Tensor | None,
-    state: State | None,
-) -> None:
-    query, key, rope, value, cu_q, cu_k = given[:6]
-    ragged = cu_q is not None
-    if ragged:
-        tokens, heads, most = query.shape[0], query.shape[1], 0
-        requests = given.cu_q.shape[0] - 1 if given.cu_q is not None else 0
-        blocks = tokens // config.block_m + requests if requests else 0
-        q_strides: tuple[int, ...] = (0, query.stride(1), query.stride(0))
-        out_strides: tuple[int, ...] = (0, 0, 0)
-        if out is not None:
-            out_strides = (0, out.stride(1), out.stride(0))
-    else:
-        requests, heads, most, _ = query.shape
-        tokens = requests * most
-        blocks = requests * cdiv(most, config.block_m)
-        q_strides = query.stride()[:3]
-        out_strides = (0, 0, 0) if out is None else out.stride()[:3]
-    launch(
-        mla_expanded_kernel,
-        (blocks, heads),
-        query,
-        query,
-        key,
-        rope,
-        value,
-        query if out is None else out,
-        query if lse is None else lse,
-        query if state is None else state.acc,
-        query if state is None else state.stats,
-        query if cu_q is None else cu_q,
-        query if cu_k is None else cu_k,
-        query if rules.mask is None else rules.mask,
-        query if rules.bounds is None else rules.bounds,
-        query if rules.sinks is None else rules.sinks,
-        rules.scale,
-        tokens,
-        requests,
-        most,
-        given.num_keys,
-        given.key_begin,
-        given.key_begin + key.shape[-3],
-        given.first_token,
-        *q_strides,
-        *given.key_strides(),
-        *out_strides,
-        0 if ragged or lse is None else lse.stride(0),
-        0 if lse is None else lse.stride(-2),
-        *rules.mask_strides(),
-        **given.widths(),
-        RAGGED=ragged,
-        CAUSAL=rules.is_causal,
-        MASK=rules.mask_kind,
-        BOUNDS=rules.bounds is not None,
-        SINKS=rules.sinks is not None and out is not None,
-        CONTINUES=state is not None,
-        FINAL=out is not None,
-        **config.options(),
-    )

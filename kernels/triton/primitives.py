@@ -181,27 +181,74 @@ def visible_tile(
 
 
 @triton.jit
+def load_pair(
+    ptr,
+    rope_ptr,
+    at,
+    rope_at,
+    ok,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Load the two parts of some queries or keys; a part of no width is not used by anybody."""
+    part = tl.zeros([ok.shape[0], 16], ptr.dtype.element_ty)
+    rope = part
+    if P > 0:
+        part = load_tile(ptr, at, tl.arange(0, BLOCK_P), ok, P, BLOCK_P, True)
+    if R > 0:
+        rope = load_tile(rope_ptr, rope_at, tl.arange(0, BLOCK_R), ok, R, BLOCK_R, True)
+    return part, rope
+
+
+@triton.jit
+def load_keys(
+    source,
+    at,
+    place,
+    used,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load a tile of one of the parts of expanded keys or values.
+
+    A descriptor serves tiles of which every row is read: it cannot leave one out.
+    """
+    desc, ptr = source
+    if TMA and not MASKED:
+        tile = desc.load(place).reshape(used.shape[0], BLOCK)
+    else:
+        tile = load_tile(ptr, at, tl.arange(0, BLOCK), used, WIDTH, BLOCK, MASKED)
+    return tile
+
+
+@triton.jit
 def score_keys(
     q,
     q_rope,
-    k_ptr,
-    rope_ptr,
-    k_at,
-    rope_at,
+    sources,
+    at,
+    place,
     used,
     P: tl.constexpr,
     R: tl.constexpr,
+    TMA: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Load a tile of expanded keys; return its products with queries `[M, N]`, and both parts."""
     scores = tl.zeros([q.shape[0], used.shape[0]], tl.float32)
     k, k_rope = q, q_rope  # of no width: not used
+    batch, head, row = place
     if P > 0:
-        k = load_tile(k_ptr, k_at, tl.arange(0, q.shape[1]), used, P, q.shape[1], MASKED)
+        k = load_keys(sources[0], at[0], [batch, head, row, 0], used, P, q.shape[1], TMA, MASKED)
         scores = dot(q, tl.trans(k), scores)
     if R > 0:
-        cols = tl.arange(0, q_rope.shape[1])
-        k_rope = load_tile(rope_ptr, rope_at, cols, used, R, q_rope.shape[1], MASKED)
+        k_rope = load_keys(
+            sources[1], at[1], [batch, 0, row, 0], used, R, q_rope.shape[1], TMA, MASKED
+        )
         scores = dot(q_rope, tl.trans(k_rope), scores)
     return scores, k, k_rope
 

@@ -78,9 +78,15 @@ def halves(w_kv_b: Tensor, dims: MLADims) -> tuple[Tensor, Tensor]:
         w_kv_b: `[H*(P+V), L]`.
         dims: widths of the layer.
     """
-    w = w_kv_b.view(dims.num_heads, -1, dims.kv_lora_rank)
-    nope = dims.qk_nope_head_dim
-    return w[:, :nope], w[:, nope:].transpose(1, 2)
+    heads, latent = dims.num_heads, dims.kv_lora_rank
+    nope, value = dims.qk_nope_head_dim, dims.v_head_dim
+    of_row, of_column = w_kv_b.stride()
+    of_head = (nope + value) * of_row
+    # One view each: slicing and transposing would make six of them.
+    w_uk = w_kv_b.as_strided((heads, nope, latent), (of_head, of_row, of_column))
+    behind = w_kv_b.storage_offset() + nope * of_row
+    w_uv = w_kv_b.as_strided((heads, latent, value), (of_head, of_column, of_row), behind)
+    return w_uk, w_uv
 
 
 def project(x: Tensor, weight: Tensor, out: Tensor, invariant: bool) -> None:
