@@ -2,10 +2,9 @@
 // used by every query that sees it, and overwritten.
 //
 //   K^T = W_uk kv_c^T    leaves keys in columns, which is how the scores' right operand is packed
-//   V   = kv_c W_uv^T    leaves values in rows, which is how that of P V is packed
+//   V^T = W_uv kv_c^T    has to be transposed, but neither has the weight, which is larger
 //
-// so neither is transposed; the latents are, once per tile. Source: FlashAttention-2
-// (arXiv:2307.08691).
+// Source: FlashAttention-2 (arXiv:2307.08691).
 #pragma once
 
 #include "batch.h"
@@ -62,12 +61,19 @@ class Expanded {
  private:
   using Task = ExpandedTask;
 
+  // Keys [begin, end) of a request.
+  struct Span {
+    const Request* request = nullptr;
+    int64_t begin = 0, end = 0;
+    bool operator==(const Span&) const = default;
+  };
+
   struct Scratch {
-    C *query, *weight, *packed_weight;
-    int64_t packed_head = -1;           // whose W_uv is packed
-    float *out, *top, *mass;            // running results of the task
+    C *query, *weight;
+    Span packed;              // whose latents are packed: the heads of a short prompt share them
+    float *out, *top, *mass;  // running results of the task
     C *latent_columns, *keys, *values;  // of a tile, packed
-    C* columns;                         // expanded keys before they are packed
+    C* columns;                         // expanded keys or values before they are packed
     float *product, *scores;
     C* weights;
     LatentLoader<C> load;
@@ -75,7 +81,6 @@ class Expanded {
     Scratch(Arena& arena, const Dims& d, int64_t queries, int64_t keys)
         : query(arena.take<C>(queries * d.expanded())),
           weight(arena.take<C>(std::max(d.nope, d.value) * d.latent_padded())),
-          packed_weight(arena.take<C>(d.latent_padded() * d.value)),
           out(arena.take<float>(queries * d.value)),
           top(arena.take<float>(queries)),
           mass(arena.take<float>(queries)),
@@ -141,23 +146,24 @@ class Expanded {
     const Dims& d = batch_.dims;
     const Keys& keys = task.request->keys;
     const int64_t wide = d.latent_padded(), first = task.head * batch_.head_rows();
-    const auto tile = s.load(keys, d, begin, end);
-    pack_columns<C>(tile.rope, tile.rope_stride, tile.count, padded, d.rope_padded(),
-                    s.keys + d.nope_padded() * padded);
-    pack_columns<C>(tile.latent, tile.latent_stride, tile.count, padded, wide, s.latent_columns);
-    int64_t stride = 0;
-    const C* w_uk = rows_of<C>(batch_.up, first, d.nope, d.latent, s.weight, &stride);
-    matmul<C>(d.nope, padded, wide, w_uk, stride, s.latent_columns, padded, s.product, padded,
-              false);
-    pack_floats<C>(s.product, d.nope, d.nope_padded(), padded, s.keys, false);
-    if (s.packed_head != task.head) {
-      const C* w_uv = rows_of<C>(batch_.up, first + d.nope, d.value, d.latent, s.weight, &stride);
-      pack_columns<C>(w_uv, stride, d.value, d.value, wide, s.packed_weight);
-      s.packed_head = task.head;
+    if (const Span span{task.request, begin, end}; s.packed != span) {
+      s.packed = span;
+      const auto tile = s.load(keys, d, begin, end);
+      pack_columns<C>(tile.rope, tile.rope_stride, tile.count, padded, d.rope_padded(),
+                      s.keys + d.nope_padded() * padded);
+      pack_columns<C>(tile.latent, tile.latent_stride, tile.count, padded, wide, s.latent_columns);
     }
-    matmul<C>(padded, d.value, wide, tile.latent, tile.latent_stride, s.packed_weight, d.value,
-              s.product, d.value, false);
-    pack_floats<C>(s.product, end - begin, padded, d.value, s.values, keys.clean);
+    const auto project = [&](int64_t row, int64_t rows) {
+      int64_t stride = 0;
+      const C* w = rows_of<C>(batch_.up, row, rows, d.latent, s.weight, &stride);
+      matmul<C>(rows, padded, wide, w, stride, s.latent_columns, padded, s.product, padded, false);
+    };
+    project(first, d.nope);
+    pack_floats<C>(s.product, d.nope, d.nope_padded(), padded, s.keys);
+    project(first + d.nope, d.value);
+    const auto tidy = [&](Vec v) { return keys.clean ? zero_if_not_finite(v) : v; };
+    map_row(s.product, s.columns, d.value * padded, tidy);
+    pack_columns<C>(s.columns, padded, d.value, d.value, padded, s.values);
   }
 
   // Packs keys and values that are expanded already.

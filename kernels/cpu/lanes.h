@@ -323,10 +323,9 @@ inline void pack_columns(const C* columns, int64_t stride, int64_t count, int64_
 
 // Packs B [K, N] from fp32 rows, as a matmul leaves them.
 template <class C>
-inline void pack_floats(const float* src, int64_t rows, int64_t padded, int64_t n, C* dst,
-                        bool clean) {
+inline void pack_floats(const float* src, int64_t rows, int64_t padded, int64_t n, C* dst) {
   if constexpr (kPack<C> == 1) {
-    pack_rows<float>(src, n, rows, padded, n, dst, clean);
+    pack_rows<float>(src, n, rows, padded, n, dst, false);
   } else {
     auto* words = reinterpret_cast<uint32_t*>(dst);
     alignas(64) float buffer[2][kLanes];
@@ -344,7 +343,6 @@ inline void pack_floats(const float* src, int64_t rows, int64_t padded, int64_t 
             std::memcpy(buffer[j], src + (k + j) * n + i, m * sizeof(float));
             v[j] = load(buffer[j]);
           }
-          if (clean) v[j] = zero_if_not_finite(v[j]);
         }
         const Words both = pair(v[0], v[1]);
         std::memcpy(words + i, &both, m * sizeof(uint32_t));
