@@ -313,3 +313,24 @@ def test_plain_masks_stay_small(family: Family) -> None:
     assert masks_given(model, lambda: forward(model, ids, attention_mask=hole)) == {"attn_mask"}
     assert masks_given(model, lambda: forward(model, ids, cache=static)) == {"kv_bounds"}
     assert masks_given(model, lambda: forward(model, ids[:, :1], cache=static)) == {"kv_bounds"}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # stock's MoE
+@each_family("deepseek_v32_small_topk", "hy_v4_small_topk")
+def test_vmap_over_rows(family: Family) -> None:
+    """Also where the indexer's picks become a mask."""
+    model = family.build()
+    ids = sample_input_ids(3)[:, None]
+    expected = torch.stack([forward_logits(model, row) for row in ids])
+    mla_ops.patch(model)
+    with torch.no_grad():
+        actual = torch.vmap(lambda row: model(input_ids=row, use_cache=False).logits)(ids)
+    assert relative_error(actual, expected) < 1e-5
+
+
+def test_mask_of_integers_is_refused() -> None:
+    """As stock refuses it; `int32` is also what bounds are made of."""
+    model = mla_ops.patch(FAMILIES["deepseek_v3"].build())
+    mask = torch.ones(2, 1, 11, 11, dtype=torch.int32).tril()
+    with pytest.raises(mla_ops.InvalidInputError, match="attn_mask must be bool or floating"):
+        forward_logits(model, sample_input_ids(), attention_mask=mask)

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mla_ops.attention import mla_attention
-from mla_ops.errors import InvalidInputError
+from mla_ops.errors import InvalidInputError, PatchError
 from mla_ops.hf.masks import as_bool_mask, bounds_of
 from mla_ops.hf.paged import in_paged_batch, paged_forward
 
@@ -28,6 +29,7 @@ __all__ = [
     "is_mla",
     "mla_attention_forward",
     "original_expand_kv",
+    "outdated",
     "refusal",
 ]
 
@@ -35,6 +37,9 @@ IMPLEMENTATION = "mla_ops"
 """The name under which the attention and mask functions are registered."""
 
 _ORIGINAL = "_mla_ops_original"
+
+# Known once: a graph of `torch.compile` cannot parse a version.
+_SPARSE_CACHES_LATENTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
 
 # While torch.export runs a model, its plain parameters are fake tensors.
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
@@ -62,13 +67,32 @@ def hook_class(cls: type) -> None:
 
     @functools.wraps(original)
     def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        if self.config._attn_implementation == IMPLEMENTATION and refusal(self) is None:
-            return kv_nope, k_rot
+        if self.config._attn_implementation == IMPLEMENTATION:
+            if (old := outdated(self)) is not None:
+                raise PatchError(
+                    f"{type(self).__name__} cannot run under {IMPLEMENTATION!r}: {old}"
+                )
+            if refusal(self) is None:
+                return kv_nope, k_rot
         expanded: tuple[Tensor, Tensor] = original(self, kv_nope, k_rot)
         return expanded
 
     setattr(expand_kv, _ORIGINAL, original)
     cls.expand_kv = expand_kv  # type: ignore[attr-defined]
+
+
+def outdated(module: Any) -> str | None:
+    """Return why a sparse layer must not run with this transformers, None when it may.
+
+    Before 5.18 sparse layers cache expanded keys, and before 5.17 their indexer misreads every mask
+    but that of `eager`: not even the family's own code is right under another name.
+
+    Args:
+        module: an MLA attention module.
+    """
+    if _SPARSE_CACHES_LATENTS or not hasattr(module.config, "index_topk"):
+        return None
+    return f"sparse attention needs transformers >= 5.18, this is {transformers.__version__}"
 
 
 def refusal(module: Any) -> str | None:
@@ -80,13 +104,16 @@ def refusal(module: Any) -> str | None:
     Args:
         module: an MLA attention module.
     """
+    if (old := outdated(module)) is not None:
+        return old
     if original_expand_kv(type(module)) is None:
         return "its class has an expand_kv of its own"
     if "expand_kv" in module.__dict__:
         return "its expand_kv is replaced"
     proj = module.kv_b_proj
     if type(proj) is not nn.Linear:
-        return f"kv_b_proj is {type(proj).__name__}, not a plain nn.Linear"
+        cls = type(proj)  # adapters and quantised layers are often called Linear, too
+        return f"kv_b_proj is {cls.__module__}.{cls.__qualname__}, not a plain nn.Linear"
     if "forward" in proj.__dict__:
         return "kv_b_proj has its forward replaced (offloading hooks do that)"
     if proj._forward_hooks or proj._forward_pre_hooks:
@@ -182,6 +209,7 @@ def _check_paged(module: Any, latent: bool, dropout: float, kwargs: dict[str, An
         "output_attentions": bool(kwargs.get("output_attentions")),
         "sparse attention": kwargs.get("indices") is not None,
         "sinks": kwargs.get("s_aux") is not None,
+        "a sliding window": kwargs.get("sliding_window") is not None,
     }
     reasons = [reason for reason, holds in wrong.items() if holds]
     if reasons:
@@ -192,8 +220,8 @@ def _check_paged(module: Any, latent: bool, dropout: float, kwargs: dict[str, An
 
 def _select(mask: Tensor | None, indices: Tensor, num_keys: int) -> Tensor:
     """Keep only the keys that a sparse model's indexer picked: `indices` `[B, S, k]`."""
-    picked = torch.zeros(*indices.shape[:2], num_keys, dtype=torch.bool, device=indices.device)
-    picked = picked.scatter_(-1, indices.long(), True)[:, None]
+    nothing = torch.zeros(*indices.shape[:2], num_keys, dtype=torch.bool, device=indices.device)
+    picked = nothing.scatter(-1, indices.long(), True)[:, None]  # in place, vmap could not
     if mask is None:
         return picked
     return mask & picked if mask.dtype == torch.bool else mask.masked_fill(~picked, float("-inf"))

@@ -98,7 +98,8 @@ def bounds_of(attention_mask: Tensor | None) -> Tensor | None:
     """Return `kv_bounds` `[B, 2]` when the mask is such a description, None otherwise."""
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return None
-    return attention_mask[:, 0, 0]
+    # A mask of the user's own may have integers, too: the op says that it takes none.
+    return attention_mask[:, 0, 0] if attention_mask.shape[1:] == (1, 1, 2) else None
 
 
 def as_bool_mask(

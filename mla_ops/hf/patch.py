@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,14 +12,32 @@ from transformers import PreTrainedModel
 
 from mla_ops.dispatch import Call, select
 from mla_ops.errors import MLAOpsError, PatchError
-from mla_ops.hf.attention import IMPLEMENTATION, is_mla, refusal
+from mla_ops.hf.attention import IMPLEMENTATION, is_mla, outdated, refusal
 
 __all__ = ["LayerReport", "PatchReport", "patch", "report", "unpatch"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# What each patched model ran before. Nothing is stored on the model: copies and pickles stay clean.
-_before: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+
+class _Switched(str):
+    """`mla_ops` as `patch` writes it into a config, with what stood there before.
+
+    So `unpatch` knows the way back from any model that reads the config, from copies and pickles;
+    `save_pretrained` leaves the implementation out.
+    """
+
+    before: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _switched, (self.before,)
+
+
+@functools.cache
+def _switched(before: str) -> _Switched:
+    """Return the one object that remembers `before`; graphs of `torch.compile` are kept by it."""
+    name = _Switched(IMPLEMENTATION)
+    name.before = before
+    return name
 
 
 @dataclass(frozen=True)
@@ -152,10 +170,11 @@ def patch(model: _Model, *, strict: bool = True) -> _Model:
         table = "\n".join(f"  {name}: {why}" for name, why in refused)
         what = f"these would keep running stock code:\n{table}" if layers else _no_layers(model)
         raise PatchError(f"cannot patch {type(model).__name__}: {what}", report(model))
+    kept = {id(module.config) for _, module in layers if outdated(module) is not None}
     for owner in owners:
-        if owner.config._attn_implementation != IMPLEMENTATION:
-            _before[owner] = owner.config._attn_implementation
-            owner.set_attn_implementation(IMPLEMENTATION)
+        before = owner.config._attn_implementation
+        if before != IMPLEMENTATION and id(owner.config) not in kept:
+            owner.set_attn_implementation(_switched(before))
     return model
 
 
@@ -181,14 +200,27 @@ def _no_layers(model: nn.Module) -> str:
 def unpatch(model: _Model) -> _Model:
     """Switch a model back to what it ran before `patch`; its numbers are then bit for bit stock's.
 
+    What was switched by name, a vision tower with it, goes to the fastest of its family: `sdpa`,
+    or `eager` where there is no other.
+
     Args:
-        model: what was given to `patch`.
+        model: what was given to `patch`, a part of it, what it is part of, or a copy.
 
     Returns:
         The same model.
     """
-    for owner in _owners(model):
-        if owner.config._attn_implementation == IMPLEMENTATION:
-            usual = "sdpa" if getattr(owner, "_supports_sdpa", False) else "eager"
-            owner.set_attn_implementation(_before.pop(owner, usual))
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    # A model sets those inside it too: choose for all before the first is set.
+    for each, chosen in [(each, _usual(each)) for each in inner]:
+        if each.config._attn_implementation != chosen:
+            each.set_attn_implementation(chosen)
     return model
+
+
+def _usual(model: PreTrainedModel) -> str:
+    """Return what a model runs without `mla_ops`."""
+    now: str = model.config._attn_implementation
+    if now != IMPLEMENTATION:
+        return now
+    fastest = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    return getattr(now, "before", fastest)
