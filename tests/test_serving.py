@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import families
 import pytest
 import torch
@@ -253,11 +255,34 @@ def test_a_layer_that_runs_stock_code_is_refused(one_shot):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("deepseek_v32", "sparse attention"), ("hy_v4", "sinks")]
+    ("name", "kinds"),
+    [
+        ("deepseek_v32", "indexed_attention"),
+        ("kimi_linear", "linear_attention"),
+        ("dots3_note", "indexed_attention, sliding_attention"),
+    ],
 )
-def test_a_family_that_the_cache_cannot_serve_is_refused(name, reason):
+def test_a_family_that_the_cache_cannot_serve_is_refused(name, kinds):
+    """Linear layers would take the whole batch for one sequence, and nothing would say so."""
     model = mla_ops.patch(families.FAMILIES[name].build())
-    cache = PagedModelCache.allocate(model, num_blocks=2, block_size=4)
+    with pytest.raises(InvalidInputError, match=f"paged cache: the model has layers of {kinds}$"):
+        TokenBudgetRunner(model, token_budget=1, num_blocks=1, block_size=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "reason"),
+    [
+        ("deepseek_v32", 0, "sparse attention"),
+        ("hy_v4", 0, "sinks"),
+        ("dots3_note", 1, "a sliding window"),
+    ],
+)
+def test_a_layer_that_the_cache_cannot_serve_is_refused(name, layer, reason):
+    """Also where the caches were not allocated for the model."""
+    model = mla_ops.patch(families.FAMILIES[name].build())
+    model.model.layers = model.model.layers[layer : layer + 1]
+    model.config.layer_types = model.config.layer_types[layer : layer + 1]
+    cache = PagedModelCache({}, block_size=4, num_blocks=2)
     metadata = mla_ops.build_metadata([2], [2], [[0]], block_size=4, workspace_tokens=4)
     with (
         paged(cache, metadata),
@@ -265,6 +290,43 @@ def test_a_family_that_the_cache_cannot_serve_is_refused(name, reason):
         pytest.raises(InvalidInputError, match=f"cannot use a paged cache: .*{reason}"),
     ):
         model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+
+
+def test_a_compiled_model_runs_eagerly():
+    """A graph cannot know of the block: it would attend to the new tokens alone."""
+    model, prompt = families.FAMILIES["minicpm3"].build(), _prompts()[1]
+    ((expected, _),) = _stock(model, [prompt])
+    runner = TokenBudgetRunner(mla_ops.patch(model), token_budget=2, num_blocks=8, block_size=4)
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend="eager")
+    name = runner.add(prompt, NEW_TOKENS)
+    assert runner.run()[name].tokens == expected
+
+
+def test_a_block_of_another_thread_stays_eager():
+    """The first block that ends leaves the other one as it is, the last one leaves nothing."""
+    batch = (
+        PagedModelCache({}, block_size=4, num_blocks=2),
+        mla_ops.build_metadata([2], [2], [[0]], block_size=4, workspace_tokens=4),
+    )
+    opened, close, graphs = threading.Event(), threading.Event(), []
+
+    def hold():
+        with paged(*batch):
+            opened.set()
+            close.wait()
+
+    thread = threading.Thread(target=hold, daemon=True)
+    one_more = torch.compile(lambda x: x + 1, backend=lambda gm, _: graphs.append(gm) or gm.forward)
+    with paged(*batch):
+        thread.start()
+        opened.wait()
+    one_more(torch.ones(1))
+    assert not graphs
+    close.set()
+    thread.join()
+    one_more(torch.ones(1))
+    assert len(graphs) == 1
 
 
 def test_a_model_that_is_not_patched_is_refused():

@@ -7,6 +7,7 @@ paged cache and attends through it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,7 +60,8 @@ class PagedModelCache:
             kv_scale: one element, for fp8.
 
         Raises:
-            InvalidInputError: the model has no MLA layer, or one would run stock code.
+            InvalidInputError: the model has no MLA layer, one would run stock code, or the cache
+                cannot serve a kind of layer that it has.
         """
         from mla_ops.hf.attention import IMPLEMENTATION, is_mla, refusal
 
@@ -67,7 +69,7 @@ class PagedModelCache:
         for module in model.modules():
             if is_mla(module):
                 attention: Any = module
-                why = refusal(attention)
+                why = refusal(attention) or _other_layers(attention.config)
                 if why is None and attention.config._attn_implementation != IMPLEMENTATION:
                     why = "the model is not patched"
                 if why is not None:
@@ -88,9 +90,46 @@ class PagedModelCache:
         return sum(layer.nbytes for layer in self.layers.values())
 
 
+def _other_layers(config: Any) -> str | None:
+    """Return which layers of a model need more than a paged cache of latents, None for no such.
+
+    Linear attention keeps a state for each request: it would take the batch for one sequence.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    return f"the model has layers of {', '.join(sorted(kinds))}" if kinds else None
+
+
 _batch: ContextVar[tuple[PagedModelCache, MLAMetadata] | None] = ContextVar(
     "mla_ops_paged_batch", default=None
 )
+
+
+class _Eager:
+    """Has compiled code run eagerly while a block is open, in whichever thread.
+
+    A graph cannot read the variable of the batch: a compiled layer would attend to the new tokens
+    alone, and nothing would say so. torch keeps its stance for the process, so blocks are counted.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._open += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._stance.__exit__(*error)
+
+
+_eager = _Eager()
 
 
 @contextmanager
@@ -98,7 +137,8 @@ def paged(cache: PagedModelCache, metadata: MLAMetadata) -> Iterator[None]:
     """Let every MLA layer that runs in the block use the paged cache.
 
     The model runs `attn_implementation="mla_ops"`, on `input_ids` and `position_ids` `[1, T]` in
-    the order of the batch, with `use_cache=False`.
+    the order of the batch, with `use_cache=False`. What `torch.compile` compiled runs eagerly in
+    the block; the block itself cannot be compiled.
 
     Args:
         cache: the model's caches.
@@ -106,7 +146,8 @@ def paged(cache: PagedModelCache, metadata: MLAMetadata) -> Iterator[None]:
     """
     token = _batch.set((cache, metadata))
     try:
-        yield
+        with _eager:
+            yield
     finally:
         _batch.reset(token)
 
