@@ -41,6 +41,8 @@ from mla_ops.demo import download
 from mla_ops.demo.model import load_tiny
 from mla_ops.errors import InvalidInputError
 
+pytestmark = pytest.mark.usefixtures("with_one_thread")
+
 ROOT = Path(__file__).parents[1]
 SMALL = Sizes(2, 40, 2, (300,), (0.1, 0.9))
 needs_lm_eval = pytest.mark.skipif(
@@ -59,14 +61,6 @@ class Silent:
 
     def step(self) -> None:
         self.steps[list(self.steps)[-1]][0] += 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

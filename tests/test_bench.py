@@ -33,6 +33,8 @@ from mla_ops.bench.timing import CpuClock, Timing, alternate, clock_for
 from mla_ops.errors import InvalidInputError
 from mla_ops.kernels.tiled import TiledBackend
 
+pytestmark = pytest.mark.usefixtures("with_one_thread")
+
 SMALL = AttentionCase(LITE, 1, 1, 63)
 LIMITS = Limits(bandwidth=1e9, matmul=1e9, dtype="bfloat16")
 drawn = functools.cache(draw)  # with the exact result, which takes longest

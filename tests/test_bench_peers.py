@@ -32,6 +32,8 @@ from mla_ops.bench.problems import draw
 from mla_ops.bench.runner import absent, check
 from mla_ops.bench.sides import sides
 
+pytestmark = pytest.mark.usefixtures("with_one_thread")
+
 DECODE = AttentionCase(LITE, 3, 1, 100)
 SEVERAL = AttentionCase(LITE, 2, 3, 100)
 PREFILL = AttentionCase(LITE, 2, 20, 50)

@@ -30,6 +30,8 @@ from mla_ops.bench.timing import Timing
 from mla_ops.cli import build_app
 from mla_ops.errors import InvalidInputError
 
+pytestmark = pytest.mark.usefixtures("with_one_thread")
+
 ROOT = Path(__file__).parent.parent
 SMALL = AttentionCase(LITE, 1, 1, 63)
 TINY = PagedCase(LITE, 2, 90, 1, 40, 70)

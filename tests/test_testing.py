@@ -15,6 +15,8 @@ from mla_ops.dispatch import AttentionOptions, Call
 from mla_ops.reference_backend import ReferenceBackend
 from mla_ops.testing import DIMS, assert_within_budget, attention_inputs, conformance_cases
 
+pytestmark = pytest.mark.usefixtures("with_one_thread")
+
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 Results = tuple[Tensor, Tensor]
 Forward = Callable[[Tensors, AttentionOptions], Results]
