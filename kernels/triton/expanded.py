@@ -62,13 +62,17 @@ class Expanded(NamedTuple):
 
         A dimension that is repeated, whose stride is 0, is left to pointers.
         """
-        used = [part for part in self[1:4] if part.shape[-1]]
-        step = 16 // used[-1].element_size()
-        for part in used:
-            strides = part.stride()[:-1]
-            if part.data_ptr() % 16 or not min(strides) or any(s % step for s in strides):
-                return False
-        return used[-1].shape[-3] > 0
+        places = strides = 0
+        for part in self[1:4]:
+            if part.shape[-1]:
+                outer = part.stride()[:-1]
+                if 0 in outer:
+                    return False
+                places |= part.data_ptr()
+                for stride in outer:
+                    strides |= stride
+        aligned = not places % 16 and not strides * self.value.element_size() % 16
+        return aligned and self.value.shape[-3] > 0
 
     def descriptors(self, block_n: int) -> list[TensorDescriptor | None]:
         """Return descriptors of keys, rotary keys and values, each of `[B, H, K, width]`.
