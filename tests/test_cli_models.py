@@ -23,7 +23,7 @@ from mla_ops.commands.agreement import compare_with_stock
 from mla_ops.commands.models import load_model
 from mla_ops.commands.tiny import shrink
 from mla_ops.errors import InvalidInputError
-from mla_ops.hf import attention
+from mla_ops.hf import attention, masks
 
 MODEL_TYPES = sorted({families.FAMILIES[name].model_type for name in families.available_families()})
 
@@ -69,7 +69,9 @@ def test_every_family_is_built_small_and_agrees(model_type: str) -> None:
     assert found.agrees, found
     assert found.report.fused == len(found.report.layers) > 0
     assert found.same_tokens == len(found.tokens) == 3
-    assert [part.rows for part in found.parts] == [12, 2]
+    assert [part.rows for part in found.parts] == [12, 2, 18, 4][: len(found.parts)]
+    assert len(found.parts) == (4 if loaded.model.can_generate() else 3)
+    assert found.same_generated == sum(map(len, found.generated))
     assert loaded.tiny
     assert loaded.model.config._attn_implementation == found.implementation != "mla_ops"
     assert sum(parameter.numel() for parameter in loaded.model.parameters()) < 2e7
@@ -83,26 +85,29 @@ def test_check_shows_numbers_and_layers(tmp_path: Path) -> None:
         "float32 on cpu",
         "Logits: sdpa and mla_ops",
         "model.layers.1.self_attn",
-        "2 of 2 layers run mla_ops; 9 of 9 greedy tokens are the same",
+        "2 of 2 layers run mla_ops; 25 of 25 greedy tokens are the same",
         "the numbers agree",
     ):
         assert text in shown
     found = json.loads(data.read_text("utf-8"))
     assert found.keys() == {
-        "schema", "model", "tiny", "agrees", "stock", "parts", "tokens", "same_tokens", "layers",
+        "schema", "model", "tiny", "agrees", "stock", "parts", "tokens", "same_tokens", "generated",
+        "same_generated", "layers",
     }  # fmt: skip
     assert (found["agrees"], found["tiny"], found["stock"]) == (True, True, "sdpa")
     assert [(part["name"], part["rows"]) for part in found["parts"]] == [
-        ("prompt", 32), ("decode", 8),
+        ("prompt", 32), ("decode", 8), ("padded", 48), ("generate", 16),
     ]  # fmt: skip
     assert all(0 < part["error"] < part["allowed"] < 1e-3 for part in found["parts"])
+    assert [len(row) for row in found["generated"]] == [8, 8]
+    assert found["same_generated"] == 16
 
 
 @pytest.mark.usefixtures("wrong_op")
 def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = invoke("check", "deepseek_v3", status=1)
     assert "the numbers differ by more than rounding explains" in shown
-    assert shown.count(" off ") == 2
+    assert shown.count(" off ") == 4
     loaded = load_model("deepseek_v3")
     monkeypatch.setattr(agreement, "_FP64_PARAMETERS", 0)
     monkeypatch.setitem(agreement._RELATIVE, torch.float32, 1e-5)
@@ -117,8 +122,30 @@ def test_nan_is_a_wrong_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     data = tmp_path / "check.json"
     shown = invoke("check", "minicpm3", "--new-tokens", "0", "--json", str(data), status=1)
     assert " off " in shown
-    (part,) = json.loads(data.read_text("utf-8"))["parts"]
-    assert (part["error"], part["agrees"]) == (None, False)
+    parts = json.loads(data.read_text("utf-8"))["parts"]
+    assert [part["name"] for part in parts] == ["prompt", "padded"]
+    assert {(part["error"], part["agrees"]) for part in parts} == {(None, False)}
+
+
+def test_padding_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt and the steps after it have none: they agree all the same."""
+    monkeypatch.setattr(masks, "_first_valid", lambda mask, end: 0)
+    loaded = load_model("deepseek_v3")
+    found = compare_with_stock(loaded.model, loaded.prompt(8, 0), 2)
+    wrong = {part.name: part.agrees for part in found.parts}
+    assert wrong == {"prompt": True, "decode": True, "padded": False, "generate": False}
+    assert not found.agrees
+
+
+def test_both_sides_generate_what_stock_chose() -> None:
+    """Also where the model's own settings let it choose something else than the largest logit."""
+    loaded = load_model("deepseek_v3")
+    plain = compare_with_stock(loaded.model, loaded.prompt(8, 0), 4)
+    loaded.model.generation_config.suppress_tokens = [plain.generated[0][0]]
+    found = compare_with_stock(loaded.model, loaded.prompt(8, 0), 4)
+    assert found.generated[0][0] != plain.generated[0][0]
+    assert found.agrees
+    assert found.same_generated == 8
 
 
 def test_without_fp64_the_difference_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,9 @@ def check(
 ) -> None:
     """Compare a model's logits with stock transformers and with mla_ops.
 
+    They are those of a prompt, of decode steps after it, of a batch that is padded
+    on the left, and of generate() on that batch.
+
     MODEL is a folder with config.json, a config file, or a kind of model that
     transformers knows, such as deepseek_v3 or DeepseekV3ForCausalLM. Where there
     are no weights, a small model of that kind is built. Nothing is downloaded.
@@ -90,7 +93,9 @@ def _layers(report: PatchReport) -> Table:
 
 
 def _verdict(result: Agreement) -> str:
-    same, all_tokens, report = result.same_tokens, len(result.tokens), result.report
+    report = result.report
+    same = result.same_tokens + result.same_generated
+    all_tokens = len(result.tokens) + sum(map(len, result.generated))
     lines = [
         f"{report.fused} of {len(report.layers)} layers run mla_ops; "
         f"{same} of {all_tokens} greedy tokens are the same"
@@ -114,6 +119,8 @@ def _document(loaded: LoadedModel, result: Agreement) -> dict[str, object]:
         "parts": [_flat(part) for part in result.parts],
         "tokens": list(result.tokens),
         "same_tokens": result.same_tokens,
+        "generated": [list(row) for row in result.generated],
+        "same_generated": result.same_generated,
         "layers": [asdict(layer) for layer in result.report.layers],
     }
 
