@@ -115,9 +115,7 @@ LISTING = """
 
 def test_the_main_loop_is_the_first_one_that_multiplies() -> None:
     lines = LISTING.splitlines()
-    places = {f".L_x_{n}": lines.index(f".L_x_{n}:") for n in range(3)}
-    jumps = [(i, f".L_x_{n}") for n, i in enumerate(i for i, t in enumerate(lines) if "BRA" in t)]
-    loop = aot._main_loop(lines, places, jumps)
+    loop = aot._main_loop(lines, *aot._NVIDIA_PLACES)
     assert [lines[n].split()[0] for n in loop] == [".L_x_1:", "HMMA.16816.F32", "STL"]
 
 
@@ -125,9 +123,7 @@ def test_without_matrix_units_it_is_the_first_one_of_many_products() -> None:
     body = " FFMA R1, R2, R3, R1 ;\n"
     few, many = (f".L_x_{n}:\n{body * n} BRA `(.L_x_{n}) ;\n" for n in (8, 64))
     lines = (few + many).splitlines()
-    places = {f".L_x_{n}": lines.index(f".L_x_{n}:") for n in (8, 64)}
-    jumps = [(lines.index(f" BRA `(.L_x_{n}) ;"), f".L_x_{n}") for n in (8, 64)]
-    assert aot._main_loop(lines, places, jumps).start == places[".L_x_64"]
+    assert aot._main_loop(lines, *aot._NVIDIA_PLACES).start == lines.index(".L_x_64:")
 
 
 @pytest.mark.parametrize("target", sorted(ARCHS))

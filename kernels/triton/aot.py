@@ -42,6 +42,9 @@ _POINTERS = {
 _MATRIX = re.compile(r"\b(HMMA|HGMMA|UTCHMMA|UTCMMA|v_mfma|v_smfmac)")
 _PRODUCT = re.compile(r"\b(FFMA|v_(pk_)?fma_f32|v_(pk_)?fmac_f32)")  # of fp32, which has no units
 _MANY_PRODUCTS = 64
+# How disassemblies write a place and a jump to it.
+_NVIDIA_PLACES = r"\s*(\.L_\w+):", r"\bBRA\b.*?`\((\.L_\w+)\)"
+_AMD_PLACES = r"(\.LBB\w+):", r"\bs_c?branch\w*\s+(\.LBB\w+)"
 _INT32_MAX = 2**31 - 1
 
 
@@ -186,9 +189,19 @@ def _run(*command: str) -> str:
     return done.stdout + done.stderr
 
 
-def _main_loop(listing: list[str], places: dict[str, int], jumps: list[tuple[int, str]]) -> range:
-    """Return the lines of the first innermost loop that multiplies matrices."""
-    loops = [range(places[label], line) for line, label in jumps if places.get(label, line) < line]
+def _main_loop(listing: list[str], label: str, jump: str) -> range:
+    """Return the lines of the first innermost loop that multiplies matrices.
+
+    Args:
+        listing: of a kernel.
+        label: pattern of a line that names a place; its first group is the name.
+        jump: pattern of a jump to a name.
+    """
+    found = ((line, re.match(label, text)) for line, text in enumerate(listing))
+    places = {name[1]: line for line, name in found if name}
+    ends = ((line, re.search(jump, text)) for line, text in enumerate(listing))
+    jumps = [(line, name[1]) for line, name in ends if name]
+    loops = [range(places[name], line) for line, name in jumps if places.get(name, line) < line]
     with_products = [loop for loop in loops if any(_MATRIX.search(listing[line]) for line in loop)]
     if not with_products:  # a kernel of fp32
         with_products = [
@@ -212,17 +225,11 @@ def _nvidia_report(code: bytes) -> tuple[int, int, int]:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(code)
         usage = _run(_tool("cuobjdump"), "-res-usage", str(path))
-        sass = _run(_tool("nvdisasm"), "-c", str(path)).splitlines()
+        lines = _run(_tool("nvdisasm"), "-c", str(path)).splitlines()
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     registers, stack = (int(found[1]), int(found[2])) if found else (0, 0)
-    places, jumps = {}, []
-    for line, text in enumerate(sass):
-        if label := re.match(r"\s*(\.L_\w+):", text):
-            places[label[1]] = line
-        if jump := re.search(r"\bBRA\b.*?`\((\.L_\w+)\)", text):
-            jumps.append((line, jump[1]))
-    loop = _main_loop(sass, places, jumps)
-    return registers, stack, sum(bool(re.search(r"\b(STL|LDL)", sass[n])) for n in loop)
+    loop = _main_loop(lines, *_NVIDIA_PLACES)
+    return registers, stack, sum(bool(re.search(r"\b(STL|LDL)", lines[n])) for n in loop)
 
 
 def _amd_report(text: str) -> tuple[int, int, int]:
@@ -231,13 +238,7 @@ def _amd_report(text: str) -> tuple[int, int, int]:
         return int(found[1]) if found else 0
 
     lines = text.splitlines()
-    places, jumps = {}, []
-    for line, code in enumerate(lines):
-        if label := re.match(r"(\.LBB\w+):", code):
-            places[label[1]] = line
-        if jump := re.search(r"\bs_c?branch\w*\s+(\.LBB\w+)", code):
-            jumps.append((line, jump[1]))
-    loop = _main_loop(lines, places, jumps)
+    loop = _main_loop(lines, *_AMD_PLACES)
     spills = sum(bool(re.search(r"\bscratch_|Folded (Spill|Reload)", lines[n])) for n in loop)
     return count("vgpr_count"), 4 * count("vgpr_spill_count"), spills
 
