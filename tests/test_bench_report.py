@@ -311,6 +311,16 @@ def test_every_part_of_a_run_has_its_dtype(command, monkeypatch):
     assert set(seen) == {torch.float32}
 
 
+def test_command_uses_as_many_threads_as_it_is_told(command, tmp_path):
+    path, before = tmp_path / "x.json", torch.get_num_threads()
+    arguments = ("--quick", "--no-peers", "--seconds", "0.01", "--case", "gather/*")
+    try:
+        command(*arguments, "--threads", str(before + 1), "--json", str(path))
+        assert torch.get_num_threads() == Document.read(path).machine.threads == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_command_saves_after_each_row(command, tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     seen: list[int] = []
