@@ -393,3 +393,28 @@ def test_a_captured_decode_follows_its_lengths(new: int) -> None:
             expected = attend()
         torch.testing.assert_close(captured.out, expected.out, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(captured.lse, expected.lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_a_prefill_with_and_without_descriptors(
+    switch: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of the last request are NaN, and every row behind it."""
+    monkeypatch.setenv("MLA_OPS_TMA", switch)
+    dims, options = PRESETS["deepseek-v2-lite"], {"dtype": torch.bfloat16, "device": "cuda"}
+    starts = torch.tensor([0, 300, 300, 307, 700, 900], dtype=torch.int32, device="cuda")
+    pair = torch.randn(960, dims.num_heads, 256, **options)
+    query, rope = torch.randn(960, dims.num_heads, 192, **options), torch.randn(960, 64, **options)
+    pair[700:, :, 128:], query[900:] = float("nan"), float("nan")
+    pair[900:], rope[900:] = float("nan"), float("nan")
+    tensors = query, pair[..., :128], rope, pair[..., 128:]
+    rules = {"max_seqlen_q": 393, "max_seqlen_k": 393, "softmax_scale": 0.07}
+    rules |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "is_causal": is_causal}
+    out, lse = mla_ops.mla_prefill(*tensors, **rules)
+    with mla_ops.use_backend("reference"):
+        exact = mla_ops.mla_prefill(*(tensor.double() for tensor in tensors), **rules)
+    assert out[:700].isfinite().all()
+    torch.testing.assert_close(out.double(), exact.out, rtol=2e-2, atol=2e-2, equal_nan=True)
+    torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=1e-3)
