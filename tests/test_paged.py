@@ -211,6 +211,12 @@ def test_every_dtype(dtype, cache):
     make_batch(dtype=dtype, **options).check()
 
 
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_blocks_that_a_kernel_can_read_where_they_lie(dtype, block_size):
+    make_batch([1, 1, 2, 1], [127, 159, 126, 140], block_size=block_size, dtype=dtype).check()
+
+
 @pytest.mark.parametrize("heads", [1, 3, 4, 12, 16, 20, 66, 128])
 def test_head_counts(heads):
     """Case 32: head counts that are no multiple of a tile."""

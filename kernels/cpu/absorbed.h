@@ -137,6 +137,7 @@ class Absorbed {
     float* scores;                // [keys, rows]
     float* factor;                // [rows]
     LatentLoader<C> load;
+    std::vector<LatentTile<C>> runs;  // of the tile that is loaded
 
     Scratch(Arena& arena, const Dims& d, int64_t tokens, int64_t keys)
         : left(arena.take<C>(tokens * std::max(d.nope_padded(), d.latent_padded()))),
@@ -192,58 +193,71 @@ class Absorbed {
     const C* query = query_ + (task.piece->place * d.heads + task.row) * d.absorbed();
     pack_columns<C>(query, d.absorbed(), task.rows, rows, d.absorbed(), s.query);
     const int64_t step = std::min(most_keys_, batch_.most_keys);
-    bool first = true;
-    for (int64_t begin = task.begin; begin < task.end; begin += step, first = false) {
+    for (int64_t begin = task.begin; begin < task.end; begin += step) {
       const int64_t end = std::min(begin + step, task.end);
-      const auto tile = s.load(request.keys, d, begin, end);
-      scores(request.keys, tile, rows, end, std::min(end + step, task.end), s);
-      for (int64_t i = 0; i < tile.count * rows; i += kLanes)
+      const int64_t count = end - begin, padded = round_up(count, kLanes);
+      s.load.runs(request.keys, d, begin, end, s.runs);
+      scores(request.keys, rows, end, std::min(end + step, task.end), s);
+      for (int64_t i = 0; i < count * rows; i += kLanes)
         store(s.scores + i, load(s.scores + i) * batch_.scale);
       hide(task, begin, end, rows, s.scores);
-      softmax(tile.count, tile.padded, rows, top, mass, s);
-      if (!first) rescale(out, s.factor, task.rows, d.latent);
-      const C* values = tile.latent;
-      int64_t stride = tile.latent_stride;
-      if (kPack<C> > 1 || request.keys.clean) {
-        pack_rows<C>(tile.latent, tile.latent_stride, tile.count, tile.padded, d.latent, s.values,
-                     request.keys.clean);
-        values = s.values;
-        stride = d.latent;
+      softmax(count, padded, rows, top, mass, s);
+      bool add = begin > task.begin;
+      if (add) rescale(out, s.factor, task.rows, d.latent);
+      const bool pack = kPack<C> > 1 || request.keys.clean;
+      int64_t at = 0;
+      for (const LatentTile<C>& run : s.runs) {
+        if (pack) {
+          pack_rows<C>(run.latent, run.latent_stride, run.count, run.padded, d.latent,
+                       s.values + at * d.latent, request.keys.clean);
+        } else {
+          matmul<C>(rows, d.latent, run.padded, s.weights + at, padded, run.latent,
+                    run.latent_stride, out, d.latent, add);
+          add = true;
+        }
+        at += run.padded;
       }
-      matmul<C>(rows, d.latent, tile.padded, s.weights, tile.padded, values, stride, out, d.latent,
-                !first);
+      if (pack) {
+        matmul<C>(rows, d.latent, padded, s.weights, padded, s.values, d.latent, out, d.latent,
+                  add);
+      }
     }
   }
 
-  // Scores [keys, rows] of a tile; the tile behind it is [next, behind).
-  void scores(const Keys& keys, const LatentTile<C>& tile, int64_t rows, int64_t next,
-              int64_t behind, Scratch& s) const {
+  // Scores [keys, rows] of the tile whose runs are loaded; the tile behind it is [next, behind).
+  void scores(const Keys& keys, int64_t rows, int64_t next, int64_t behind, Scratch& s) const {
     const Dims& d = batch_.dims;
     const int64_t wide = d.latent_padded(), narrow = d.rope_padded();
     const C* rope_query = s.query + wide * rows;
+    float* to = s.scores;
+    for (const LatentTile<C>& run : s.runs) {
 #if defined(__AVX512BF16__)
-    if constexpr (kPack<C> == 2) {
-      if (rows <= 2 * kLanes) {
-        const char* ahead[2][kAbsorbedKeys];
-        for (int64_t i = 0; i < tile.padded && next < behind; ++i) {
-          const int64_t key = std::min(next + i, behind - 1);
-          ahead[0][i] = keys.row(key);
-          ahead[1][i] = keys.rope_row(key, d.latent);
+      if constexpr (kPack<C> == 2) {
+        if (rows <= 2 * kLanes) {
+          const char* ahead[2][kAbsorbedKeys];
+          for (int64_t i = 0; i < run.padded && next < behind; ++i) {
+            const int64_t key = std::min(next + i, behind - 1);
+            ahead[0][i] = keys.row(key);
+            ahead[1][i] = keys.rope_row(key, d.latent);
+          }
+          const auto few = rows == kLanes ? few_scores<1> : few_scores<2>;
+          const bool more = next < behind;
+          few(run.latent, run.latent_stride, run.padded, wide / 2, s.query, to,
+              more ? ahead[0] : nullptr, false);
+          few(run.rope, run.rope_stride, run.padded, narrow / 2, rope_query, to,
+              more ? ahead[1] : nullptr, true);
+          next += run.padded;
+          to += run.padded * rows;
+          continue;
         }
-        const auto few = rows == kLanes ? few_scores<1> : few_scores<2>;
-        const bool more = next < behind;
-        few(tile.latent, tile.latent_stride, tile.padded, wide / 2, s.query, s.scores,
-            more ? ahead[0] : nullptr, false);
-        few(tile.rope, tile.rope_stride, tile.padded, narrow / 2, rope_query, s.scores,
-            more ? ahead[1] : nullptr, true);
-        return;
       }
-    }
 #endif
-    matmul<C>(tile.padded, rows, wide, tile.latent, tile.latent_stride, s.query, rows, s.scores,
-              rows, false);
-    matmul<C>(tile.padded, rows, narrow, tile.rope, tile.rope_stride, rope_query, rows, s.scores,
-              rows, true);
+      matmul<C>(run.padded, rows, wide, run.latent, run.latent_stride, s.query, rows, to, rows,
+                false);
+      matmul<C>(run.padded, rows, narrow, run.rope, run.rope_stride, rope_query, rows, to, rows,
+                true);
+      to += run.padded * rows;
+    }
   }
 
   // Applies the mask and the causal rule to scores [keys, rows].

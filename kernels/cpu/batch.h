@@ -224,8 +224,8 @@ inline const C* rows_of(const Strided& from, int64_t first, int64_t count, int64
   return copy;
 }
 
-// A tile of latent rows in the compute type: as they lie where they do, else a copy whose rows go
-// up to a multiple of 16, the ones behind the last key 0.
+// Latent rows in the compute type, one stride after the other: as they lie where they do, else a
+// copy whose rows go up to a multiple of 16, the ones behind the last key 0.
 template <class C>
 struct LatentTile {
   const C* latent;
@@ -243,24 +243,74 @@ struct LatentLoader {
       : latent(arena.take<C>(keys * dims.latent_padded())),
         rope(arena.take<C>(keys * dims.rope_padded())) {}
 
+  // Keys [begin, end) as one tile.
   LatentTile<C> operator()(const Keys& keys, const Dims& dims, int64_t begin, int64_t end) const {
-    constexpr ScalarType type = c10::CppTypeToScalarType<C>::value;
+    if (usable(dims, end - begin)) {
+      if (in_tensors(keys, begin)) {
+        const int64_t row = begin - keys.context;
+        return {reinterpret_cast<const C*>(keys.latent.at(row)),
+                reinterpret_cast<const C*>(keys.rope.at(row)),
+                keys.latent.row,
+                keys.rope.row,
+                end - begin,
+                end - begin};
+      }
+      if (in_pages(keys, end) && run_end(keys.pages, begin, end) == end)
+        return run_of(keys.pages, dims, begin, end);
+    }
+    return copy(keys, dims, begin, end);
+  }
+
+  // Keys [begin, end) in as many tiles as leave them where they are, if any number does.
+  void runs(const Keys& keys, const Dims& dims, int64_t begin, int64_t end,
+            std::vector<LatentTile<C>>& tiles) const {
+    tiles.clear();
+    const bool whole = keys.pages.block_size % kLanes == 0 && begin % kLanes == 0;
+    if (!whole || !usable(dims, end - begin) || !in_pages(keys, end)) {
+      tiles.push_back((*this)(keys, dims, begin, end));
+      return;
+    }
+    while (begin < end) {
+      const int64_t behind = run_end(keys.pages, begin, end);
+      tiles.push_back(run_of(keys.pages, dims, begin, behind));
+      begin = behind;
+    }
+  }
+
+ private:
+  static constexpr ScalarType kType = c10::CppTypeToScalarType<C>::value;
+
+  // Whether rows may be used as they lie, if they lie well.
+  static bool usable(const Dims& dims, int64_t count) {
+    return count % kLanes == 0 && even(dims.latent) == dims.latent && even(dims.rope) == dims.rope;
+  }
+
+  static bool in_tensors(const Keys& keys, int64_t begin) {
+    return begin >= keys.context && keys.latent.dtype == kType;
+  }
+
+  static bool in_pages(const Keys& keys, int64_t end) {
+    return end <= keys.context && keys.pages.dtype == kType;
+  }
+
+  static LatentTile<C> run_of(const Pages& pages, const Dims& dims, int64_t begin, int64_t end) {
+    const auto* row = reinterpret_cast<const C*>(pages.at(begin));
+    return {row, row + dims.latent, pages.row_stride, pages.row_stride, end - begin, end - begin};
+  }
+
+  // How far rows from `begin` lie one stride after the other.
+  static int64_t run_end(const Pages& pages, int64_t begin, int64_t end) {
+    int64_t block = begin / pages.block_size;
+    const bool dense = pages.block_stride == pages.block_size * pages.row_stride;
+    while ((block + 1) * pages.block_size < end && dense &&
+           pages.table[block + 1] == pages.table[block] + 1) {
+      ++block;
+    }
+    return std::min(end, (block + 1) * pages.block_size);
+  }
+
+  LatentTile<C> copy(const Keys& keys, const Dims& dims, int64_t begin, int64_t end) const {
     const int64_t count = end - begin, padded = round_up(count, kLanes);
-    const bool fits =
-        count == padded && even(dims.latent) == dims.latent && even(dims.rope) == dims.rope;
-    if (fits && begin >= keys.context && keys.latent.dtype == type) {
-      return {reinterpret_cast<const C*>(keys.latent.at(begin - keys.context)),
-              reinterpret_cast<const C*>(keys.rope.at(begin - keys.context)),
-              keys.latent.row,
-              keys.rope.row,
-              count,
-              padded};
-    }
-    if (fits && end <= keys.context && keys.pages.dtype == type &&
-        one_run(keys.pages, begin, end)) {
-      const auto* row = reinterpret_cast<const C*>(keys.pages.at(begin));
-      return {row, row + dims.latent, keys.pages.row_stride, keys.pages.row_stride, count, padded};
-    }
     const int64_t wide = dims.latent_padded(), narrow = dims.rope_padded();
     for (int64_t i = begin; i < end; ++i) {
       C* a = latent + (i - begin) * wide;
@@ -282,18 +332,6 @@ struct LatentLoader {
     std::memset(static_cast<void*>(rope + count * narrow), 0,
                 (padded - count) * narrow * sizeof(C));
     return {latent, rope, wide, narrow, count, padded};
-  }
-
- private:
-  // Whether rows lie one stride after the other.
-  static bool one_run(const Pages& pages, int64_t begin, int64_t end) {
-    const int64_t first = begin / pages.block_size, last = (end - 1) / pages.block_size;
-    if (first == last) return true;
-    if (pages.block_stride != pages.block_size * pages.row_stride) return false;
-    for (int64_t i = first; i < last; ++i) {
-      if (pages.table[i + 1] != pages.table[i] + 1) return false;
-    }
-    return true;
   }
 };
 
