@@ -11,6 +11,7 @@ from rich.console import Console
 
 from mla_ops.accuracy.evaluate import DEFAULT_BUDGETS, AccuracyOptions, run_accuracy
 from mla_ops.demo.console import ConsoleObserver
+from mla_ops.demo.errors import require_writable
 from mla_ops.errors import InvalidInputError
 
 __all__ = ["accuracy"]
@@ -47,8 +48,7 @@ def accuracy(
         tiny=tiny,
         all_items=all_items,
     )
-    if json_path is not None and (json_path.is_dir() or not json_path.absolute().parent.is_dir()):
-        raise InvalidInputError(f"expected a file in an existing folder, got {json_path}")
+    require_writable(json_path)
     console = Console()
     with ConsoleObserver(console) as observer:
         report = run_accuracy(options, observer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Protocol
 
 import torch
 
-import mla_ops
 from mla_ops import env
 from mla_ops.accuracy.errors import AccuracyError
 from mla_ops.accuracy.report import AccuracyReport, ItemResult, Score
@@ -35,11 +33,12 @@ from mla_ops.accuracy.tasks import (
 )
 from mla_ops.demo.errors import DemoError, require
 from mla_ops.demo.model import DemoModel, load_pretrained, load_tiny, quiet_transformers
+from mla_ops.demo.report import versions
+from mla_ops.demo.run import DTYPES
 from mla_ops.errors import InvalidInputError
 
-__all__ = ["DEFAULT_BUDGETS", "DTYPES", "AccuracyOptions", "Observer", "run_accuracy"]
+__all__ = ["DEFAULT_BUDGETS", "AccuracyOptions", "Observer", "run_accuracy"]
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_BUDGETS = (16, 64, 1024)
 FULL = Sizes(4, 512, 100, (512, 1024, 1536), (0.1, 0.5, 0.9))
 QUICK = Sizes(1, 256, 4, (256,), (0.5, 0.9))
@@ -117,10 +116,7 @@ def run_accuracy(options: AccuracyOptions, observer: Observer) -> AccuracyReport
         model=loaded.name,
         dtype=options.dtype,
         threads=torch.get_num_threads(),
-        versions={
-            "mla_ops": mla_ops.__version__,
-            **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-        },
+        versions=versions(),
         scores=tuple(
             score
             for run, got in outcomes.items()

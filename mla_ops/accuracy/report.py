@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from mla_ops.demo.report import plain
+
 __all__ = ["AccuracyReport", "ItemResult", "Score"]
 
 SCHEMA = 1
@@ -161,7 +163,7 @@ class AccuracyReport:
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data; an unknown standard error is None."""
         same, answers = self.answers
-        data: dict[str, Any] = {"schema": SCHEMA, **_plain(dataclasses.asdict(self))}
+        data: dict[str, Any] = {"schema": SCHEMA, **plain(dataclasses.asdict(self))}
         return data | {
             "answers_identical": same,
             "answers_compared": answers,
@@ -187,11 +189,3 @@ def _cells(score: Score) -> tuple[str, ...]:
         f"{score.stock:.4f}",
         same,
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -10,10 +10,9 @@ import typer
 from rich.console import Console
 
 from mla_ops.demo.console import ConsoleObserver, comparison_table
-from mla_ops.demo.errors import require
+from mla_ops.demo.errors import require, require_writable
 from mla_ops.demo.plot import plot
 from mla_ops.demo.run import DemoOptions, run_demo
-from mla_ops.errors import InvalidInputError
 
 __all__ = ["demo"]
 
@@ -48,7 +47,9 @@ def demo(
     """
     console = Console()
     figure = None if no_plot else plot_path
-    _check_outputs(figure, json_path)
+    if figure is not None:
+        require("matplotlib")
+    require_writable(figure, json_path)
     options = DemoOptions(tiny=tiny, context=context, dtype=dtype, threads=threads)
     with ConsoleObserver(console) as observer:
         report = run_demo(options, observer)
@@ -60,12 +61,3 @@ def demo(
     if json_path is not None:
         json_path.write_text(json.dumps(report.to_json(), indent=2) + "\n", "utf-8")
         console.print(f"all figures: {json_path}")
-
-
-def _check_outputs(figure: Path | None, json_path: Path | None) -> None:
-    """Find out before the work, not after it, that its results cannot be written."""
-    if figure is not None:
-        require("matplotlib")
-    for path in (figure, json_path):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InvalidInputError(f"expected a file in an existing folder, got {path}")

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import math
 from dataclasses import dataclass
 from typing import Any
 
+import mla_ops
 from mla_ops.demo.measure import Agreement, Measurement, compare
 
-__all__ = ["SCHEMA", "Comparison", "DemoReport", "Exchange", "SweepPoint"]
+__all__ = [
+    "SCHEMA",
+    "Comparison",
+    "DemoReport",
+    "Exchange",
+    "SweepPoint",
+    "plain",
+    "versions",
+]
 
 SCHEMA = 1
 """Version of the JSON; it grows when a key changes its meaning or goes."""
@@ -99,22 +109,36 @@ class DemoReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain data; a figure that could not be measured is None."""
-        data: dict[str, Any] = _plain(dataclasses.asdict(self))
+        data: dict[str, Any] = plain(dataclasses.asdict(self))
         for exchange, source in zip(data["exchanges"], self.exchanges, strict=True):
             exchange["correct"] = source.correct
         bench = self.benchmark
         data["benchmark"] |= {
-            "prefill_speedup": _plain(bench.prefill_speedup),
-            "decode_speedup": _plain(bench.decode_speedup),
+            "prefill_speedup": plain(bench.prefill_speedup),
+            "decode_speedup": plain(bench.decode_speedup),
             "tokens_identical": dataclasses.asdict(bench.agreement),
         }
         return {"schema": SCHEMA, **data}
 
 
-def _plain(value: Any) -> Any:
-    """Turn tuples into lists and NaN, which JSON does not know, into None."""
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that figures depend on."""
+    others = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    return {"mla_ops": mla_ops.__version__, **others}
+
+
+def plain(value: Any) -> Any:
+    """Return plain data for JSON: tuples as lists; NaN, which JSON does not know, as None.
+
+    Args:
+        value: data of any depth.
+
+    Example:
+        >>> plain({"times": (1.0, float("nan"))})
+        {'times': [1.0, None]}
+    """
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-import mla_ops
 from mla_ops import env
 from mla_ops.demo.errors import require
 from mla_ops.demo.measure import OURS, STOCK, decode_ms, measure
 from mla_ops.demo.model import DemoModel, load_pretrained, load_tiny, quiet_transformers
-from mla_ops.demo.report import Comparison, DemoReport, Exchange, SweepPoint
+from mla_ops.demo.report import Comparison, DemoReport, Exchange, SweepPoint, versions
 from mla_ops.demo.text import Prompt, needle_prompt, question_prompt
 from mla_ops.errors import InvalidInputError
 
@@ -108,7 +106,7 @@ def run_demo(options: DemoOptions, observer: Observer) -> DemoReport:
         shape=_shape(loaded),
         dtype=options.chosen_dtype,
         threads=threads,
-        versions=_versions(),
+        versions=versions(),
         exchanges=exchanges,
         benchmark=benchmark,
         sweep=sweep,
@@ -218,11 +216,6 @@ def _exchange(
     )
     observer.said(exchange)
     return (exchange,)
-
-
-def _versions() -> dict[str, str]:
-    others = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    return {"mla_ops": mla_ops.__version__, **others}
 
 
 def _shape(loaded: DemoModel) -> str:
