@@ -75,6 +75,7 @@ struct Strided {
     copy.data += elements * itemsize;
     return copy;
   }
+  Strided from_row(int64_t r) const { return moved(r * row); }
 };
 
 // The cached rows of one request, page by page.

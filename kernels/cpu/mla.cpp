@@ -146,6 +146,18 @@ bool takes_bfloat16() {
   }
 }
 
+// What a ragged batch says of the request whose tokens are rows [first, behind).
+Request ragged_request(const Tensor& query, const Tensor& out, const Tensor& lse, int64_t first,
+                       int64_t behind) {
+  Request request;
+  request.tokens = behind - first;
+  request.query = Strided(query, 0, 1).from_row(first);
+  request.out = Strided(out, 0, 1).from_row(first);
+  request.lse = lse.data_ptr<float>() + first;
+  request.lse_head = lse.stride(0);
+  return request;
+}
+
 void run(const Batch& batch, bool in_bfloat16) {
   const pybind11::gil_scoped_release released;
   if (in_bfloat16) {
@@ -217,15 +229,13 @@ void paged(const Tensor& query, const Optional& kv_c, const Optional& k_pe, cons
   batch.up = Strided(w_kv_b, 0);
   batch.most_keys = most_keys;
   batch.threads = threads;
-  const Strided q(query, 0, 1), o(out, 0, 1);
   const Pages pages = pages_of(cache, kv_scale);
   const auto* first = starts.const_data_ptr<int32_t>();
   const auto* length = lens.const_data_ptr<int32_t>();
   const auto* table = block_table.const_data_ptr<int32_t>();
   for (int64_t i = 0; i + 1 < starts.size(0); ++i) {
-    Request request;
-    request.tokens = first[i + 1] - first[i];
-    if (request.tokens == 0) continue;
+    if (first[i + 1] == first[i]) continue;
+    Request request = ragged_request(query, out, lse, first[i], first[i + 1]);
     request.end = length[i];
     if (request.end < 0 || (i >= cached && request.end < request.tokens)) {
       throw std::invalid_argument("seq_lens must be at least the number of new tokens, " +
@@ -233,17 +243,13 @@ void paged(const Tensor& query, const Optional& kv_c, const Optional& k_pe, cons
                                   std::to_string(length[i]) + " for request " + std::to_string(i));
     }
     request.causal = true;
-    request.query = q.moved(first[i] * query.stride(0));
-    request.out = o.moved(first[i] * out.stride(0));
-    request.lse = lse.data_ptr<float>() + first[i];
-    request.lse_head = lse.stride(0);
     request.keys.pages = pages;
     request.keys.pages.table = table + i * block_table.stride(0);
     request.keys.context = length[i];
     if (i >= cached && kv_c.has_value()) {
       request.keys.context = length[i] - request.tokens;
-      request.keys.latent = Strided(*kv_c, 0).moved(first[i] * kv_c->stride(0));
-      request.keys.rope = Strided(*k_pe, 0).moved(first[i] * k_pe->stride(0));
+      request.keys.latent = Strided(*kv_c, 0).from_row(first[i]);
+      request.keys.rope = Strided(*k_pe, 0).from_row(first[i]);
     }
     const int64_t behind =
         (std::max<int64_t>(request.keys.context, 0) + pages.block_size - 1) / pages.block_size;
@@ -264,21 +270,15 @@ void prefill(const Tensor& query, const Tensor& k_nope, const Tensor& k_pe, cons
   batch.dims = {query.size(1), 1, query.size(2) - rope, rope, value.size(2)};
   batch.scale = float(scale);
   batch.threads = threads;
-  const Strided q(query, 0, 1), o(out, 0, 1);
   const auto* first = starts.const_data_ptr<int32_t>();
   const auto* key = key_starts.const_data_ptr<int32_t>();
   for (int64_t i = 0; i + 1 < starts.size(0); ++i) {
-    Request request;
-    request.tokens = first[i + 1] - first[i];
+    Request request = ragged_request(query, out, lse, first[i], first[i + 1]);
     request.end = key[i + 1] - key[i];
     request.causal = causal;
-    request.query = q.moved(first[i] * query.stride(0));
-    request.out = o.moved(first[i] * out.stride(0));
-    request.lse = lse.data_ptr<float>() + first[i];
-    request.lse_head = lse.stride(0);
-    request.keys.nope = Strided(k_nope, 0, 1).moved(key[i] * k_nope.stride(0));
-    request.keys.value = Strided(value, 0, 1).moved(key[i] * value.stride(0));
-    request.keys.rope = Strided(k_pe, 0).moved(key[i] * k_pe.stride(0));
+    request.keys.nope = Strided(k_nope, 0, 1).from_row(key[i]);
+    request.keys.value = Strided(value, 0, 1).from_row(key[i]);
+    request.keys.rope = Strided(k_pe, 0).from_row(key[i]);
     batch.requests.push_back(request);
   }
   run(batch, in_bfloat16);
