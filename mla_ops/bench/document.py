@@ -27,7 +27,10 @@ __all__ = ["FORMAT", "Document", "Machine", "this_machine"]
 FORMAT = 2
 """Version of the JSON; a file of another one is refused."""
 
-_PACKAGES = ("torch", "transformers", "triton", "vllm", "flash_mla", "flashinfer-python")
+_PACKAGES = (
+    *("torch", "transformers", "triton"),
+    *("vllm", "flash_mla", "flashinfer-python", "flash_attn"),
+)
 
 
 @dataclass(frozen=True)
