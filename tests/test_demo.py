@@ -429,6 +429,17 @@ class TestMeasurement:
         assert peak.growth is None
 
 
+def test_a_bar_ends_full_when_an_answer_ends_early() -> None:
+    console = pytest.importorskip("rich.console")
+    from mla_ops.demo.console import ConsoleObserver
+
+    with ConsoleObserver(console.Console(quiet=True)) as observer:
+        observer.stage("an answer", 10)
+        observer.step()
+        observer.stage("another one")
+    assert all(task.finished for task in observer._progress.tasks)
+
+
 def test_missing_package_has_the_pip_line() -> None:
     with pytest.raises(DemoError, match=r"needs no_such_package.*pip install 'mla-ops\[demo\]'"):
         require("json", "no_such_package")
