@@ -35,6 +35,7 @@ _aten = torch.ops.aten
 
 # What a node does: its target if it is a function, the method's name if it calls one.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "alias": (_aten.alias.default,),  # what export makes of a slice that takes everything
     "add": (operator.add, torch.add, _aten.add.Tensor),
     "and": (operator.and_, torch.logical_and, _aten.bitwise_and.Tensor, _aten.logical_and.default),
     "arange": (torch.arange, _aten.arange.default, _aten.arange.start, _aten.arange.start_step),
@@ -73,7 +74,7 @@ _METHODS = {name: name for name in (*_SAME_NAME.split(), "transpose")}
 _METHODS |= {"view": "view", "reshape": "view"}
 _METHODS |= dict.fromkeys(("bool", "float", "int", "long", "to", "type_as"), "cast")
 # Steps whose result shares memory with their first argument, as far as a cache goes through them.
-_VIEWS = {"expand", "index", "slice", "transpose", "view"}
+_VIEWS = {"alias", "expand", "index", "slice", "transpose", "view"}
 _ALIASING_METHODS = {"detach", "narrow", "permute", "select", "squeeze", "unsqueeze", "view_as"}
 _ALIASING_ATEN = {
     _aten.detach.default,
@@ -181,6 +182,8 @@ def last_axis_piece(node: Any) -> tuple[Node, Any, Any] | None:
             return None
         begin, end = argument(node, 2, "start"), argument(node, 3, "end")
         return whole, begin or 0, _end(end)
+    if kind(node) == "alias" and sizes(node):
+        return node.args[0], 0, sizes(node)[-1]
     if kind(node) != "index":
         return None
     return _last_axis(node.args[0], node.args[1])
@@ -232,21 +235,31 @@ def _copied(whole: Node) -> Iterator[tuple[Any, Any, Any, tuple[Node, ...]]]:
 
 
 def _scattered(whole: Node) -> Iterator[tuple[Any, Any, Any, tuple[Node, ...]]]:
-    buffer: Any = whole
-    while kind(buffer) == "slice_scatter":
-        buffer = buffer.args[0]
     node: Any = whole
-    while node is not buffer:
-        source: Any = node.args[1]
-        nodes: tuple[Node, ...] = (node, buffer)
-        last = argument(node, 2, "dim", 0) in (-1, len(sizes(node)) - 1)
-        if not last or argument(node, 5, "step", 1) != 1:
+    while (name := kind(node)) in ("alias", "copy", "slice_scatter"):
+        nodes = (node, *_to_base(node.args[0]))
+        if name == "copy":  # over everything that was there
+            for width in sizes(node)[-1:]:
+                yield 0, width, node.args[1], nodes
             return
-        if kind(source) == "copy":  # of a piece of what it is scattered into
-            nodes += (source, source.args[0])
-            source = source.args[1]
-        yield argument(node, 3, "start") or 0, _end(argument(node, 4, "end")), source, nodes
+        if name == "slice_scatter":
+            source: Any = node.args[1]
+            last = argument(node, 2, "dim", 0) in (-1, len(sizes(node)) - 1)
+            if not last or argument(node, 5, "step", 1) != 1:
+                return
+            if kind(source) == "copy":  # of a piece of what it is scattered into
+                nodes += (source, *_to_base(source.args[0]))
+                source = source.args[1]
+            yield argument(node, 3, "start") or 0, _end(argument(node, 4, "end")), source, nodes
         node = node.args[0]
+
+
+def _to_base(node: Any) -> list[Node]:
+    """Return a node, what it is a view of, and so on up to the owner of the memory."""
+    nodes, base = [node], base_of(node)
+    while nodes[-1] is not base:
+        nodes.append(nodes[-1].args[0])
+    return nodes
 
 
 _FOREVER = 2**63 - 1

@@ -227,3 +227,17 @@ def test_exported_graphs(module: type[Toy], functional: bool, tmp_path: Path) ->
         args = inputs(*sizes)
         torch.testing.assert_close(loaded(*args), toy(*args), rtol=1e-5, atol=1e-6)
     assert not {"linear", "slice_scatter"} & set(map(kind, program.graph.nodes))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own copying
+@pytest.mark.parametrize("functional", [False, True])
+def test_exported_graph_without_a_rotary_part(functional: bool) -> None:
+    """The slice that takes the whole key is an alias there."""
+    toy, args = Toy(), inputs(r=0)
+    program = torch.export.export(toy, args)
+    if functional:
+        program = program.run_decompositions({})
+    report = rewrite(program)
+    assert (len(report.matched), report.missed) == (1, [])
+    torch.testing.assert_close(program.module()(*args), toy(*args), rtol=1e-5, atol=1e-6)
+    assert not {"linear", "new_empty", "copy"} & set(map(kind, program.graph.nodes))
