@@ -27,9 +27,7 @@ from mla_ops.dispatch import (
     AttentionOptions,
     Call,
     Capabilities,
-    PagedBatch,
     PagedLimits,
-    RaggedBatch,
 )
 from mla_ops.kernels import tiled_memory, tiled_paged
 from mla_ops.kernels.attend import attend, form_from_latents
@@ -152,37 +150,12 @@ class TiledBackend:
         dq, dc, dp, dw = (g.to(query.dtype) for g in grads)
         return dq, dc, dp, dw, grad_sinks
 
-    def mla_prefill(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]` of ragged attention over expanded keys and values."""
-        return tiled_paged.ragged_prefill(batch)
-
-    def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the cache too."""
-        decodes = batch.seq_lens.shape[0]
-        return tiled_paged.paged_attention(query, None, None, w_kv_b, batch, decodes)
-
-    def mla_chunked_prefill(
-        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, batch: PagedBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the activations."""
-        return tiled_paged.paged_attention(query, kv_c, k_pe, w_kv_b, batch, 0)
-
-    def mla_paged_attention(
-        self,
-        query: Tensor,
-        kv_c: Tensor,
-        k_pe: Tensor,
-        w_kv_b: Tensor,
-        batch: PagedBatch,
-        num_decodes: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]` of a mixed batch, decodes first."""
-        return tiled_paged.paged_attention(query, kv_c, k_pe, w_kv_b, batch, num_decodes)
-
     def paged_bytes(self, dims: MLADims, limits: PagedLimits) -> dict[str, int]:
         """Return the bytes that the worst call within the limits holds at once, by part."""
         return tiled_memory.worst_bytes(dims, limits)
 
+    mla_prefill = staticmethod(tiled_paged.ragged_prefill)
+    mla_paged_attention = staticmethod(tiled_paged.paged_attention)
     merge_attn_states = staticmethod(tiled_paged.merge)
     update_kv_cache = staticmethod(tiled_paged.write)
     gather_kv_cache = staticmethod(tiled_paged.gather)

@@ -70,36 +70,25 @@ def _ragged(batch: PagedBatch) -> _Ragged:
     return _Ragged(batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist())
 
 
-def paged_attention(
-    query: Tensor,
-    kv_c: Tensor | None,
-    k_pe: Tensor | None,
-    w_kv_b: Tensor,
-    batch: PagedBatch,
-    num_decodes: int,
-) -> tuple[Tensor, Tensor]:
+def paged_attention(batch: PagedBatch) -> tuple[Tensor, Tensor]:
     """Attend for a mixed batch.
 
     Args:
-        query: `[T, H, P+R]`.
-        kv_c: `[T, L]`, rows of the new tokens; may be None when all requests are decodes.
-        k_pe: `[T, R]`.
-        w_kv_b: `[H*(P+V), L]`.
-        batch: cache, tables and lengths.
-        num_decodes: leading requests whose new tokens are read from the cache.
+        batch: decodes first.
 
     Returns:
         `[T, H, V]` and `[H, T]`; tokens of no request are 0 and -inf.
     """
+    query, w_kv_b = batch.query, batch.w_kv_b
     heads, rope = query.shape[1], batch.kv_cache.shape[2] - w_kv_b.shape[1]
     nope = query.shape[2] - rope
     dims = MLADims(heads, w_kv_b.shape[1], nope, rope, w_kv_b.shape[0] // heads - nope)
     ragged = _ragged(batch)
     out, lse = _empty_results(query, dims.v_head_dim)
-    cached = min(num_decodes, len(ragged.lens))
+    cached = min(batch.num_decodes, len(ragged.lens))
     for members, new in (
         (range(cached), None),
-        (range(cached, len(ragged.lens)), (kv_c, k_pe)),
+        (range(cached, len(ragged.lens)), (batch.kv_c, batch.k_pe)),
     ):
         for expand in (False, True):
             group = [

@@ -133,14 +133,23 @@ class RaggedBatch(NamedTuple):
 
 
 class PagedBatch(NamedTuple):
-    """A batch over a paged cache; see `mla_ops.mla_paged_attention`."""
+    """A batch over a paged cache; see `mla_ops.mla_paged_attention`.
 
+    `kv_c` and `k_pe` are None where all requests are decodes, which read their new tokens from the
+    cache.
+    """
+
+    query: Tensor
+    kv_c: Tensor | None
+    k_pe: Tensor | None
+    w_kv_b: Tensor
     kv_cache: Tensor
     block_table: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     host: Tensor | None
     kv_scale: Tensor | None
+    num_decodes: int
     softmax_scale: float
     workspace_tokens: int | None
 
@@ -207,26 +216,11 @@ class Backend(Protocol):
         """Return `out` `[T, H, V]` and `lse` `[H, T]`."""
         ...
 
-    def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
-        """Return `out` `[T, H, V]` and `lse` `[H, T]`."""
-        ...
+    def mla_paged_attention(self, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        """Return `out` `[T, H, V]` and `lse` `[H, T]`; tokens of no request are 0 and -inf.
 
-    def mla_chunked_prefill(
-        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, batch: PagedBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Return `out` `[T, H, V]` and `lse` `[H, T]`."""
-        ...
-
-    def mla_paged_attention(
-        self,
-        query: Tensor,
-        kv_c: Tensor,
-        k_pe: Tensor,
-        w_kv_b: Tensor,
-        batch: PagedBatch,
-        num_decodes: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `out` `[T, H, V]` and `lse` `[H, T]`; tokens of no request are 0 and -inf."""
+        It serves `mla_decode`, a batch of decodes, and `mla_chunked_prefill`, one without any.
+        """
         ...
 
     def merge_attn_states(

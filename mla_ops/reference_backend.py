@@ -113,36 +113,9 @@ class ReferenceBackend:
             out[q], lse[:, q] = result.out[0].transpose(0, 1), result.lse[0]
         return out, lse
 
-    def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]`; every row comes from the cache."""
-        return self._paged(query, None, w_kv_b, batch, batch.seq_lens.shape[0])
-
-    def mla_chunked_prefill(
-        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, batch: PagedBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]`; contexts come from the cache."""
-        return self._paged(query, torch.cat([kv_c, k_pe], dim=-1), w_kv_b, batch, 0)
-
-    def mla_paged_attention(
-        self,
-        query: Tensor,
-        kv_c: Tensor,
-        k_pe: Tensor,
-        w_kv_b: Tensor,
-        batch: PagedBatch,
-        num_decodes: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]` of a mixed batch."""
-        return self._paged(query, torch.cat([kv_c, k_pe], dim=-1), w_kv_b, batch, num_decodes)
-
-    def _paged(
-        self,
-        query: Tensor,
-        new: Tensor | None,
-        w_kv_b: Tensor,
-        batch: PagedBatch,
-        num_decodes: int,
-    ) -> tuple[Tensor, Tensor]:
+    def mla_paged_attention(self, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        """Return `[T, H, V]` and `[H, T]`; the rows of decodes come from the cache."""
+        query, w_kv_b = batch.query, batch.w_kv_b
         rank, heads = w_kv_b.shape[1], query.shape[1]
         nope = query.shape[2] - (batch.kv_cache.shape[2] - rank)
         width = w_kv_b.shape[0] // heads - nope
@@ -151,8 +124,9 @@ class ReferenceBackend:
             rows = reference.paged_rows(
                 batch.kv_cache, batch.block_table[i], 0, length, batch.kv_scale, query.dtype
             )
-            if i >= num_decodes and new is not None:
-                rows = torch.cat([rows[: length - (q.stop - q.start)], new[q]])
+            if i >= batch.num_decodes and batch.kv_c is not None and batch.k_pe is not None:
+                new = torch.cat([batch.kv_c[q], batch.k_pe[q]], dim=-1)
+                rows = torch.cat([rows[: length - (q.stop - q.start)], new])
             result = reference.mla_attention(
                 query[q].transpose(0, 1)[None],
                 rows[None, :, :rank],

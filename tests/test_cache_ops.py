@@ -392,9 +392,9 @@ class Spy(TiledBackend):
         self.pointers.append(kv_cache.data_ptr())
         super().update_kv_cache(kv_c, k_pe, kv_cache, *rest)
 
-    def mla_paged_attention(self, query, kv_c, k_pe, w_kv_b, batch, num_decodes):
+    def mla_paged_attention(self, batch):
         self.pointers.append(batch.kv_cache.data_ptr())
-        return super().mla_paged_attention(query, kv_c, k_pe, w_kv_b, batch, num_decodes)
+        return super().mla_paged_attention(batch)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_ops
-from mla_ops.dispatch import AttentionOptions, Call, PagedLimits, select
+from mla_ops.dispatch import AttentionOptions, Call, PagedBatch, PagedLimits, select
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -260,12 +260,11 @@ def test_a_decode_launch_does_not_depend_on_lengths(records: list[launch.Launch]
     found = []
     for lens in ([1] * 4, [1, 1, 0, 0]):
         for context in (10, 5000):
-            batch = paged_batch(dims, 64, torch.bfloat16, lens, context)
-            query = torch.empty(4, 16, 192, dtype=torch.bfloat16, device="meta")
-            rows = [torch.empty(4, n, dtype=torch.bfloat16, device="meta") for n in (512, 64)]
-            weight = torch.empty(16 * 256, 512, dtype=torch.bfloat16, device="meta")
-            backend.mla_paged_attention(query, *rows, weight, batch, 4)
-            backend.mla_decode(query, weight, batch)
+            # As many tokens in either case, as in a graph: some of them belong to nobody.
+            tensors = paged_batch(dims, [1] * 4, context)[:4]
+            batch = PagedBatch(*tensors, *paged_batch(dims, lens, context, num_decodes=4)[4:])
+            backend.mla_paged_attention(batch)
+            backend.mla_paged_attention(batch._replace(kv_c=None, k_pe=None))
             found.append([plain(record) for record in records])
             records.clear()
     assert len(found[0]) >= 2
@@ -327,8 +326,7 @@ def test_the_form_is_the_one_that_costs_less(
     backend.mla_attention(query, *rows, weight, options)
     dense = {record.kernel.__name__ for record in records}
     records.clear()
-    batch = paged_batch(dims, 64, torch.bfloat16, [new], context)
-    backend.mla_chunked_prefill(query[0].transpose(0, 1), *(r[0] for r in rows), weight, batch)
+    backend.mla_paged_attention(paged_batch(dims, [new], context))
     paged = {record.kernel.__name__ for record in records}
     attention = {"mla_absorbed_kernel", "mla_expanded_kernel"}
     assert dense & attention == paged & attention == {f"mla_{form}_kernel"}
@@ -338,10 +336,7 @@ def test_requests_of_one_form_are_one_run(records: list[launch.Launch]) -> None:
     """A prompt between short extends cuts them in two; requests without tokens are left out."""
     dims, backend = PRESETS["deepseek-v2-lite"], mla_ops.get_backend("triton")
     lens = [8, 9, 300, 7, 0]
-    query = torch.empty(sum(lens), 16, 192, dtype=torch.bfloat16, device="meta")
-    rows = [query.new_empty(sum(lens), n) for n in (512, 64)]
-    batch = paged_batch(dims, 64, torch.bfloat16, lens, 600)
-    backend.mla_chunked_prefill(query, *rows, query.new_empty(16 * 256, 512), batch)
+    backend.mla_paged_attention(paged_batch(dims, lens, 600))
     names = [record.kernel.__name__ for record in records]
     extend = ["mla_absorbed_kernel", "mla_absorbed_kernel", "mla_merge_splits_kernel"]
     chunk = ["mla_cache_gather_kernel", "mla_expanded_kernel"]

@@ -147,37 +147,9 @@ class CpuBackend:
             )
         return out, lse
 
-    def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the cache too."""
-        return self._paged(query, None, None, w_kv_b, batch, batch.seq_lens.shape[0])
-
-    def mla_chunked_prefill(
-        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, batch: PagedBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the activations."""
-        return self._paged(query, _lined(kv_c), _lined(k_pe), w_kv_b, batch, 0)
-
-    def mla_paged_attention(
-        self,
-        query: Tensor,
-        kv_c: Tensor,
-        k_pe: Tensor,
-        w_kv_b: Tensor,
-        batch: PagedBatch,
-        num_decodes: int,
-    ) -> tuple[Tensor, Tensor]:
+    def mla_paged_attention(self, batch: PagedBatch) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]` of a mixed batch, decodes first."""
-        return self._paged(query, _lined(kv_c), _lined(k_pe), w_kv_b, batch, num_decodes)
-
-    def _paged(
-        self,
-        query: Tensor,
-        kv_c: Tensor | None,
-        k_pe: Tensor | None,
-        w_kv_b: Tensor,
-        batch: PagedBatch,
-        cached: int,
-    ) -> tuple[Tensor, Tensor]:
+        query, w_kv_b = batch.query, batch.w_kv_b
         check_rows(batch.kv_cache)
         widths = _widths(query, w_kv_b, batch.kv_cache.shape[2] - w_kv_b.shape[1])
         out, lse = _results(query, widths[-1])
@@ -187,15 +159,15 @@ class CpuBackend:
         with _refusing():
             self._native.paged(
                 _lined(query),
-                kv_c,
-                k_pe,
+                None if batch.kv_c is None else _lined(batch.kv_c),
+                None if batch.k_pe is None else _lined(batch.k_pe),
                 _lined(w_kv_b),
                 batch.kv_cache,
                 _lined(batch.block_table),
                 starts.contiguous(),
                 lens.contiguous(),
                 batch.kv_scale,
-                cached,
+                batch.num_decodes,
                 batch.softmax_scale,
                 batch.workspace_tokens or _MOST_KEYS,
                 self._in_bfloat16(query.dtype),

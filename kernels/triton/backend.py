@@ -70,27 +70,12 @@ class TritonBackend:
         """Return `[T, H, V]` and `[H, T]` of ragged attention over expanded keys and values."""
         return paged.ragged_prefill(batch)
 
-    def mla_decode(self, query: Tensor, w_kv_b: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the cache too."""
-        return paged.decode(query, w_kv_b, batch)
-
-    def mla_chunked_prefill(
-        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, w_kv_b: Tensor, batch: PagedBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Return `[T, H, V]` and `[H, T]`; the new tokens are read from the activations."""
-        return paged.attention(query, kv_c, k_pe, w_kv_b, batch, 0)
-
-    def mla_paged_attention(
-        self,
-        query: Tensor,
-        kv_c: Tensor,
-        k_pe: Tensor,
-        w_kv_b: Tensor,
-        batch: PagedBatch,
-        num_decodes: int,
-    ) -> tuple[Tensor, Tensor]:
+    def mla_paged_attention(self, batch: PagedBatch) -> tuple[Tensor, Tensor]:
         """Return `[T, H, V]` and `[H, T]` of a mixed batch, decodes first."""
-        return paged.attention(query, kv_c, k_pe, w_kv_b, batch, num_decodes)
+        if batch.kv_c is None or batch.k_pe is None:
+            return paged.decode(batch.query, batch.w_kv_b, batch)
+        new = (batch.kv_c, batch.k_pe)
+        return paged.attention(batch.query, *new, batch.w_kv_b, batch, batch.num_decodes)
 
     def paged_bytes(self, dims: MLADims, limits: PagedLimits) -> dict[str, int]:
         """Return the bytes that the worst call within the limits holds at once, by part."""

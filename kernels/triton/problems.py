@@ -40,28 +40,42 @@ def _weight(dims: MLADims, dtype: torch.dtype = _BF16) -> Tensor:
 
 
 def paged_batch(
-    dims: MLADims, block_size: int, dtype: torch.dtype, query_lens: list[int], context: int
+    dims: MLADims,
+    query_lens: list[int],
+    context: int,
+    *,
+    num_decodes: int = 0,
+    block_size: int = 64,
+    dtype: torch.dtype = _BF16,
+    cache_dtype: torch.dtype = _BF16,
 ) -> PagedBatch:
     """Describe a batch whose tensors are on the meta device, all but the host's lengths.
 
     Args:
         dims: widths of the layer.
-        block_size: tokens per block.
-        dtype: of the cache.
         query_lens: new tokens of each request.
         context: cached tokens of each.
+        num_decodes: how many of the first requests are decodes.
+        block_size: tokens per block.
+        dtype: of the new tokens.
+        cache_dtype: of the cache.
     """
-    requests = len(query_lens)
+    requests, tokens = len(query_lens), sum(query_lens)
     starts = torch.tensor([0, *query_lens]).cumsum(0)
     lens = torch.tensor([*(context + n for n in query_lens), 0])
-    scale = _new(1, dtype=torch.float32) if dtype == _FP8 else None
+    scale = _new(1, dtype=torch.float32) if cache_dtype == _FP8 else None
     return PagedBatch(
-        _new(64, block_size, dims.latent_dim, dtype=dtype),
+        _new(tokens, dims.num_heads, dims.qk_head_dim, dtype=dtype),
+        _new(tokens, dims.kv_lora_rank, dtype=dtype),
+        _new(tokens, dims.qk_rope_head_dim, dtype=dtype),
+        _weight(dims, dtype),
+        _new(64, block_size, dims.latent_dim, dtype=cache_dtype),
         _ints(requests, 8192 // block_size),
         _ints(requests),
         _ints(requests + 1),
         torch.stack([starts, lens]).int(),
         scale,
+        num_decodes,
         0.1,
         4096,
     )
@@ -76,24 +90,24 @@ def _decode(
     requests: int = 1,  # few, so that there are splits
 ) -> Callable[[], object]:
     def run() -> None:
-        query = _new(requests * new, dims.num_heads, dims.qk_head_dim, dtype=dtype)
-        batch = paged_batch(dims, block_size, cache, [new] * requests, 4096)
-        _backend.mla_decode(query, _weight(dims, dtype), batch)
+        batch = paged_batch(
+            dims,
+            [new] * requests,
+            4096,
+            num_decodes=requests,
+            block_size=block_size,
+            dtype=dtype,
+            cache_dtype=cache,
+        )
+        _backend.mla_paged_attention(batch._replace(kv_c=None, k_pe=None))
 
     return run
 
 
 def _paged(dims: MLADims, query_lens: list[int], num_decodes: int) -> Callable[[], object]:
     def run() -> None:
-        tokens = sum(query_lens)
-        _backend.mla_paged_attention(
-            _new(tokens, dims.num_heads, dims.qk_head_dim),
-            _new(tokens, dims.kv_lora_rank),
-            _new(tokens, dims.qk_rope_head_dim),
-            _weight(dims),
-            paged_batch(dims, 64, _BF16, query_lens, 6000),
-            num_decodes,
-        )
+        batch = paged_batch(dims, query_lens, 6000, num_decodes=num_decodes)
+        _backend.mla_paged_attention(batch)
 
     return run
 

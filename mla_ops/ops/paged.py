@@ -145,8 +145,9 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
         starts = torch.arange(0, tokens + 1, tokens // requests, **options)
     else:
         starts = torch.zeros(requests + 1, **options)
-    batch = PagedBatch(kv_cache, block_table, seq_lens, starts, None, kv_scale, softmax_scale, None)
-    return backend.mla_decode(query, w_kv_b, batch)
+    cache = (kv_cache, block_table, seq_lens, starts, None, kv_scale)
+    batch = PagedBatch(query, None, None, w_kv_b, *cache, requests, softmax_scale, None)
+    return backend.mla_paged_attention(batch)
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -158,23 +159,19 @@ def _ragged_order(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[:8], args[-1], args[8], args[13])
 
 
-def _paged_batch(args: tuple[Any, ...]) -> PagedBatch:
+def _paged_batch(args: tuple[Any, ...], num_decodes: int) -> PagedBatch:
+    query, kv_c, k_pe, w_kv_b = args[:4]
     kv_cache, block_table, seq_lens, kv_scale, cu_seqlens_q, host = args[4:10]
-    return PagedBatch(
-        kv_cache, block_table, seq_lens, cu_seqlens_q, host, kv_scale, args[-1], args[13]
-    )
+    cache = (kv_cache, block_table, seq_lens, cu_seqlens_q, host, kv_scale)
+    return PagedBatch(query, kv_c, k_pe, w_kv_b, *cache, num_decodes, args[-1], args[13])
 
 
 def _chunked(*args: Any) -> tuple[Tensor, Tensor]:
-    query, kv_c, k_pe, w_kv_b = args[:4]
-    backend = _admit_chunked(*_ragged_order(args))
-    return backend.mla_chunked_prefill(query, kv_c, k_pe, w_kv_b, _paged_batch(args))
+    return _admit_chunked(*_ragged_order(args)).mla_paged_attention(_paged_batch(args, 0))
 
 
 def _paged(*args: Any) -> tuple[Tensor, Tensor]:
-    query, kv_c, k_pe, w_kv_b = args[:4]
-    backend = _admit_paged(*_ragged_order(args))
-    return backend.mla_paged_attention(query, kv_c, k_pe, w_kv_b, _paged_batch(args), args[14])
+    return _admit_paged(*_ragged_order(args)).mla_paged_attention(_paged_batch(args, args[14]))
 
 
 def _ragged_fake(*args: Any) -> tuple[Tensor, Tensor]:
