@@ -176,7 +176,7 @@ _EXPANDED_TMA: tuple[Config, ...] = (
 )
 _EXPANDED_WIDE = (Config(128, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 2))
 _EXPANDED_WIDE_TMA = (Config(128, 32, 8, 2, True), Config(64, 32, 8, 2, True))
-_EXPANDED_FP32 = (Config(32, 16, 8, 2), Config(16, 16, 4, 1))
+_EXPANDED_FP32 = (Config(32, 16, 8, 2), Config(16, 16, 8, 1))
 _EXPANDED_HIP: tuple[Config, ...] = (Config(128, 32, 4, 1), Config(64, 32, 4, 1))
 _BACKWARD: tuple[Config, ...] = (Config(32, 32, 4, 2),)
 _BACKWARD_LARGE = (Config(64, 64, 8, 2), Config(32, 64, 8, 2))
