@@ -89,9 +89,8 @@ class Arch(NamedTuple):
 
     @property
     def has_descriptors(self) -> bool:
-        """Whether it has tensor descriptors (TMA); the interpreter plays that it has."""
-        number = self.name.removeprefix("sm")
-        return self is _INTERPRETER or (number.isdecimal() and int(number) >= 90)
+        """Whether tensor descriptors (TMA) pay; the interpreter plays that it has them."""
+        return self.name in _DESCRIBED
 
 
 ARCHS: dict[str, Arch] = {
@@ -168,12 +167,7 @@ _EXPANDED: tuple[Config, ...] = (
     Config(64, 32, 4, 2),
     Config(32, 32, 4, 2),
 )
-_EXPANDED_TMA: tuple[Config, ...] = (
-    Config(128, 128, 8, 2, True),
-    Config(128, 64, 8, 3, True),
-    Config(128, 64, 8, 2, True),
-    Config(128, 32, 8, 2, True),
-)
+_EXPANDED_TMA: tuple[Config, ...] = (Config(128, 128, 8, 2, True), Config(128, 64, 8, 3, True))
 _EXPANDED_WIDE = (Config(128, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 2))
 _EXPANDED_WIDE_TMA = (Config(128, 32, 8, 2, True), Config(64, 32, 8, 2, True))
 _EXPANDED_FP32 = (Config(32, 16, 8, 2), Config(16, 16, 8, 1))
@@ -186,6 +180,8 @@ _BACKWARD_HIP = (Config(32, 32, 4, 1), Config(16, 16, 4, 1))
 _FEW_ROWS = Config(16, 16, 4, 1)
 _OFFERS = 2
 _LARGE = ("sm90", "sm100")
+# sm120 has descriptors too; they save little there, and with Triton 3.6 spill in the main loop.
+_DESCRIBED = (*_LARGE, "interpreter")
 _MODERN = ("sm90", "sm100", "sm120")
 _MASKED_80 = Config(128, 32, 8, 2)
 _MASKED = Config(32, 32, 8, 2)
@@ -271,7 +267,7 @@ class Expansion(NamedTuple):
 def expanded_configs(given: Expansion, arch: Arch) -> list[Config]:
     """Return the tile sizes offered for the expanded form, best first.
 
-    Tensor descriptors come first where they save many instructions, and last elsewhere.
+    Those with tensor descriptors come first, and then those without.
 
     Args:
         given: widths, dtype and mask.
@@ -284,7 +280,7 @@ def expanded_configs(given: Expansion, arch: Arch) -> list[Config]:
     elif arch.is_hip:
         table, described = _EXPANDED_HIP, ()
     elif given.is_wide:
-        table, described = _EXPANDED_WIDE[not large :], _EXPANDED_WIDE_TMA[not large :]
+        table, described = _EXPANDED_WIDE[not large :], _EXPANDED_WIDE_TMA
     elif given.masked and not large:
         table = (_MASKED_80 if arch.name == "sm80" else _MASKED,)
     per_row = given.query_width * given.itemsize
@@ -292,8 +288,7 @@ def expanded_configs(given: Expansion, arch: Arch) -> list[Config]:
     offered = _fitting(table, arch, per_key, per_row)[:_OFFERS] or [_FEW_ROWS]
     if not given.tma:
         return offered
-    fitting = _fitting(described, arch, per_key, per_row)[:_OFFERS]
-    return fitting + offered if large else offered + fitting
+    return _fitting(described, arch, per_key, per_row)[:_OFFERS] + offered
 
 
 @functools.cache
