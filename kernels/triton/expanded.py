@@ -169,7 +169,7 @@ def attend_expanded(
     offered = expanded_configs(sizes, arch)
 
     def run(config: Config) -> None:
-        if config.tma and not tma:
+        if config.tma and not tma:  # `override` is for all calls, also for those without
             config = config._replace(tma=False)
         _launch_expanded(given, rules, config, out, lse, state)
 
